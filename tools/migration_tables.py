@@ -14,7 +14,7 @@ import ast
 import importlib.util
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from EasyLM import SOURCES
@@ -22,6 +22,7 @@ from ed_elarge.config import other_files
 from ed_elarge.migration.axolotl import AXOLOTL_RULES
 from ed_elarge.migration.conversion import KeyRule
 from ed_elarge.migration.llama_factory import LLAMA_FACTORY_RULES
+from ed_elarge.migration.trl_arguments import TRL_METHODS
 from ed_elarge.migration.trl_files import TRL_RULES
 from ed_elarge.migration.unsloth import UNSLOTH_RULES
 from ed_trainers.arguments import ARGUMENTS
@@ -88,6 +89,12 @@ def trl_aliases() -> dict[str, str]:
     }
 
 
+def trl_arguments(shared: Collection[str]) -> list[str]:
+    """Return the arguments of TRL's configurations, without those of `TrainingArguments`."""
+    names = dict.fromkeys(name for one in TRL_METHODS.values() for name in one.defaults)
+    return [name for name in names if name not in shared]
+
+
 def trl() -> str:
     """Return the tables of docs/migrate/trl.md."""
     theirs = hugging_face()
@@ -95,9 +102,10 @@ def trl() -> str:
     lines = ["## `TrainingArguments`", "", *names_table("`TrainingArguments`", theirs), ""]
     lines += ["Names of earlier versions:", "", *names_table("`TrainingArguments`", older), ""]
     lines += ["## Configurations of TRL", ""]
-    lines += names_table("`SFTConfig`, `DPOConfig`, …", (*other_names.TRL, *trl_aliases()))
+    names = (*other_names.TRL, *trl_aliases(), *trl_arguments(theirs))
+    lines += names_table("`SFTConfig`, `DPOConfig`, …", names)
     lines += ["", "## The model and the data of TRL's command line", ""]
-    listed = {*theirs, *older, *other_names.TRL, *trl_aliases()}
+    listed = {*theirs, *older, *names}
     more = [
         name
         for name, rule in TRL_RULES.items()

@@ -32,6 +32,11 @@ CASES: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
         {"dataset_text_field": "text", "packing": True, "max_length": 48},
     ),
     "chats": ("sft", CHATS, {"max_length": 48}),
+    "answers": (
+        "sft",
+        [{"prompt": p["prompt"], "completion": p["chosen"]} for p in PAIRS],
+        {"max_length": 24},
+    ),
     "pairs": ("dpo", PAIRS, {"max_length": 24}),
     "labels": ("kto", [{**p, "completion": p["chosen"], "label": True} for p in PAIRS], {}),
 }

@@ -29,7 +29,8 @@ GIVEN_MODEL = "the given model"
 def describe_rows(rows: object, name: str) -> tuple[dict[str, object], GivenRows]:
     """Return the inform of rows, and the rows, which are released with the second object.
 
-    The field of plain texts is `content`, or `text` if the first row has no `content`.
+    The field of plain texts is `content`, or `text` if the first row has no `content`. A prompt
+    with a completion is no plain text.
 
     Args:
         rows: A list of texts or rows, a `datasets.Dataset` or `IterableDataset`, a frame of pandas
@@ -42,7 +43,7 @@ def describe_rows(rows: object, name: str) -> tuple[dict[str, object], GivenRows
     first = next(iter(rows), None) if isinstance(rows, Iterable) else None
     if isinstance(first, Mapping) and "content" not in first:
         for field in ("text", "prompt"):
-            if field in first:
+            if field in first and not (field == "prompt" and "completion" in first):
                 inform["content_field"] = field
                 break
     return inform, given

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +12,10 @@ from ed_infra.errors import ConfigError, did_you_mean, unknown_name
 from ed_trainers.arguments import METHODS
 
 from ed_elarge.config.normalize import normalize
-from ed_elarge.config.other_files import place
+from ed_elarge.config.other_files import build_run_sections, convert_keys
 from ed_elarge.errors import Document, InputError, Problem
 from ed_elarge.migration.axolotl import AXOLOTL_RULES, find_method, finish_axolotl
-from ed_elarge.migration.conversion import Conversion, KeyRule, parse_yaml_number
+from ed_elarge.migration.conversion import Conversion, KeyRule
 from ed_elarge.migration.llama_factory import (
     LLAMA_FACTORY_RULES,
     find_stage,
@@ -81,9 +80,6 @@ PROGRAMS: dict[str, ForeignProgram] = {
         find_trl_method,
     ),
 }
-#: Sections in their order in a file.
-_ORDER = ("model", "reference_model", "teacher_model", "reward_model", "quantization", "lora")
-_ORDER += ("loader", "sharding", "base_config", "mixture", "esurge", "trainer")
 #: Values that a user has to replace; they are never removed.
 _KEPT = ("model.name_or_path", "mixture.informs", "trainer.reward_functions")
 #: Sections of Unsloth's files, whose keys have their section as a prefix.
@@ -163,37 +159,12 @@ def convert_foreign_file(
         conversion.omitted["trainer_type"] = (
             f"no key names the method, so it is sft: elarge init METHOD --from {path.name}"
         )
-    for key, value in source.items():
-        rule = program.rules.get(key)
-        if rule is not None:
-            rule.convert(conversion, key, value)
-        else:
-            _describe_unmapped(conversion, key, value)
-    program.finish(conversion)
+    convert_keys(conversion, program.rules, program.finish)
     if "model.name_or_path" not in conversion.values:
         conversion.put("model.name_or_path", "ORGANIZATION/MODEL")
         conversion.changes["model"] = "the file names no model"
-    if conversion.values.get("trainer.max_training_steps"):
-        conversion.values.pop("trainer.num_train_epochs", None)
     _remove_invalid_values(conversion)
     return conversion
-
-
-def build_run_sections(conversion: Conversion) -> dict[str, object]:
-    """Return the sections of the run file."""
-    sections: dict[str, object] = {}
-    for path, value in conversion.values.items():
-        holder = sections
-        *parents, name = path.split(".")
-        for parent in parents:
-            child = holder.setdefault(parent, {})
-            assert isinstance(child, dict), path
-            holder = child
-        holder[name] = value
-    trainer = sections.get("trainer", {})
-    assert isinstance(trainer, dict)
-    sections["trainer"] = {"trainer_type": conversion.method, **trainer}
-    return {name: sections[name] for name in _ORDER if name in sections}
 
 
 def _remove_invalid_values(conversion: Conversion) -> None:
@@ -228,20 +199,6 @@ def _remove_values(
                 remarks[key] = f"{path}: {value} {prefix}{problem.message}"
                 break
     return len(conversion.values) < count
-
-
-def _describe_unmapped(conversion: Conversion, key: str, value: object) -> None:
-    sentence = place(key)
-    if value in (False, ""):
-        conversion.omitted[key] = f"{value!r} changes nothing"
-    elif sentence is None:
-        conversion.changes[key] = "an unknown key: see docs/yaml.md"
-    elif re.fullmatch(r"trainer\.\w+", sentence):  # an option with the same meaning
-        conversion.put(sentence, parse_yaml_number(value), key)
-    elif sentence.startswith("omit it") and "no counterpart" not in sentence:
-        conversion.omitted[key] = sentence.removeprefix("omit it: ")
-    else:
-        conversion.changes[key] = sentence.removeprefix("omit it: ")
 
 
 def format_run_file(conversion: Conversion, origin: str, file: str) -> str:

@@ -8,9 +8,18 @@ a rule for each key of a program; `ed_trainers.options.other_names` has the keys
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from ed_trainers.arguments import ARGUMENTS
 from ed_trainers.options.other_names import EQUIVALENT
+
+if TYPE_CHECKING:
+    from ed_elarge.migration.conversion import Conversion, KeyRule
+
+#: Sections in their order in a file.
+_ORDER = ("model", "reference_model", "teacher_model", "reward_model", "quantization", "lora")
+_ORDER += ("loader", "platform", "sharding", "base_config", "mixture", "esurge", "trainer")
 
 
 def list_rule_places() -> list[dict[str, str]]:
@@ -49,3 +58,60 @@ def _find_rule_place(key: str) -> str | None:
 _OPTIONS = {
     name for options in ARGUMENTS.values() for name in (*options.model_fields, *options.ALIASES)
 }
+
+
+def convert_keys(
+    conversion: Conversion,
+    rules: Mapping[str, KeyRule],
+    finish: Callable[[Conversion], None],
+) -> None:
+    """Convert all keys of the source of a conversion.
+
+    Args:
+        conversion: the conversion.
+        rules: key -> its rule.
+        finish: sets values that depend on several keys, and the defaults of the program.
+    """
+    for key, value in conversion.source.items():
+        rule = rules.get(key)
+        if rule is not None:
+            rule.convert(conversion, key, value)
+        else:
+            _describe_unmapped(conversion, key, value)
+    finish(conversion)
+    if conversion.values.get("trainer.max_training_steps"):
+        conversion.values.pop("trainer.num_train_epochs", None)
+
+
+def _describe_unmapped(conversion: Conversion, key: str, value: object) -> None:
+    # Imported here, because files of this project need no conversion.
+    from ed_elarge.migration.conversion import parse_yaml_number
+
+    sentence = place(key)
+    if value in (False, ""):
+        conversion.omitted[key] = f"{value!r} changes nothing"
+    elif sentence is None:
+        conversion.changes[key] = "an unknown key: see docs/yaml.md"
+    elif re.fullmatch(r"trainer\.\w+", sentence):  # an option with the same meaning
+        conversion.put(sentence, parse_yaml_number(value), key)
+    elif sentence.startswith("omit it") and "no counterpart" not in sentence:
+        conversion.omitted[key] = sentence.removeprefix("omit it: ")
+    else:
+        conversion.changes[key] = sentence.removeprefix("omit it: ")
+
+
+def build_run_sections(conversion: Conversion) -> dict[str, object]:
+    """Return the sections of the run file."""
+    sections: dict[str, object] = {}
+    for path, value in conversion.values.items():
+        holder = sections
+        *parents, name = path.split(".")
+        for parent in parents:
+            child = holder.setdefault(parent, {})
+            assert isinstance(child, dict), path
+            holder = child
+        holder[name] = value
+    trainer = sections.get("trainer", {})
+    assert isinstance(trainer, dict)
+    sections["trainer"] = {"trainer_type": conversion.method, **trainer}
+    return {name: sections[name] for name in _ORDER if name in sections}

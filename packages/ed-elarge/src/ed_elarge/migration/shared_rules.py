@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from ed_infra.errors import ConfigError
+
 from ed_elarge.migration.conversion import (
     Conversion,
     KeyRule,
@@ -66,7 +68,9 @@ def _put_dtype(conversion: Conversion, key: str, value: object) -> None:
 
 def _put_steps(conversion: Conversion, key: str, value: object) -> None:
     steps = parse_yaml_number(value)
-    if isinstance(steps, int | float) and steps > 0:
+    if not isinstance(steps, int | float) or steps != int(steps):
+        raise ConfigError(f"{key}: {value!r} is no whole number")
+    if steps > 0:
         conversion.put("trainer.max_training_steps", int(steps), key)
 
 
@@ -78,6 +82,16 @@ def _put_trackers(conversion: Conversion, key: str, value: object) -> None:
     rest = [name for name in names if name not in (*known, "tensorboard")]
     if rest:
         conversion.omitted[key] = f"{', '.join(rest)}: report_to has wandb, trackio and mlflow"
+
+
+def _put_backend(conversion: Conversion, key: str, value: object) -> None:
+    if conversion.read_flag(key):
+        conversion.put("platform.backend", "cpu", key)
+
+
+def _put_progress(conversion: Conversion, key: str, value: object) -> None:
+    if conversion.read_flag(key):
+        conversion.put("trainer.progress_bar_type", "none", key)
 
 
 def put_project(conversion: Conversion, key: str, value: object) -> None:
@@ -133,6 +147,8 @@ def put_cadence(conversion: Conversion) -> None:
         strategy = conversion.source.get(f"{task}_strategy")
         strategy = "no" if strategy is False else strategy
         steps = parse_yaml_number(conversion.source.get(key))
+        if strategy not in (None, "no", "epoch", "steps", "best"):
+            raise ConfigError(f"{task}_strategy: {strategy!r} is none of no, steps, epoch and best")
         if strategy in ("epoch", "no"):
             conversion.put(f"trainer.{task}_strategy", strategy, f"{task}_strategy")
         elif strategy == "best":
@@ -249,9 +265,23 @@ TRAINING_RULES: dict[str, KeyRule] = {
     "label_smoothing_factor": lose("no method but dpo smooths labels", 0, 0.0),
     "bf16": KeyRule("loader: {dtype: bf16}", _put_dtype),
     "fp16": KeyRule("loader: {dtype: bf16}, which needs no loss scaling", _put_dtype),
-    "gradient_checkpointing": KeyRule(
-        "base_config: {values: {gradient_checkpointing: nothing_saveable}}", _put_checkpointing
-    ),
+    **{
+        key: KeyRule(
+            "base_config: {values: {gradient_checkpointing: nothing_saveable}}", _put_checkpointing
+        )
+        for key in ("gradient_checkpointing", "activation_checkpointing")
+    },
+    "activation_checkpointing_kwargs": omit(_TORCH),
+    "use_cpu": KeyRule("the section platform: {backend: cpu}", _put_backend),
+    "disable_tqdm": KeyRule("trainer.progress_bar_type: none", _put_progress),
+    "optim_args": lose("trainer.optimizer_kwargs, a mapping"),
+    "bf16_full_eval": omit("evaluations compute in the dtype of training, loader.dtype"),
+    "fp16_full_eval": omit("evaluations compute in the dtype of training, loader.dtype"),
+    "auto_find_batch_size": omit("a batch has the given size: `elarge plan` finds one that fits"),
+    "logging_nan_inf_filter": omit("a loss that is not finite is an error"),
+    "logging_dir": omit("TensorBoard files are in <save_directory>/tensorboard"),
+    "full_determinism": omit("trainer.seed determines the batches and all random numbers"),
+    "do_predict": omit("the list of actions decides"),
     "logging_steps": copy_to("trainer.log_steps"),
     "logging_strategy": copy_to("trainer.log_strategy"),
     "save_total_limit": copy_to("trainer.save_total_limit"),
@@ -282,6 +312,7 @@ TRAINING_RULES: dict[str, KeyRule] = {
     "fsdp_config": omit(_SHARDS),
     "fsdp_version": omit(_SHARDS),
     "accelerator_config": omit(_SHARDS),
+    "parallelism_config": omit(_SHARDS),
     "ddp_timeout": omit("one process for each host runs all of its devices"),
     "gradient_checkpointing_kwargs": omit(_TORCH),
     "attn_implementation": omit(_KERNELS),
@@ -290,9 +321,21 @@ TRAINING_RULES: dict[str, KeyRule] = {
     "tf32": omit("loader.precision sets the precision of float32 products"),
     "push_to_hub": omit(_HUB),
     "hub_model_id": omit(_HUB),
-    "hub_strategy": omit(_HUB),
+    **{
+        f"hub_{name}": omit(_HUB)
+        for name in ("strategy", "token", "private_repo", "always_push", "revision")
+    },
     "group_by_length": omit("mixture.pack_tokens leaves no padding"),
-    "dataloader_num_workers": omit("mixture.prefetch_workers reads ahead"),
+    "length_column_name": omit("mixture.pack_tokens leaves no padding"),
+    "train_sampling_strategy": lose(
+        "the rows are shuffled: mixture.shuffle_buffer_size", "random", "group_by_length"
+    ),
+    **{
+        f"dataloader_{name}": omit("mixture.prefetch_workers reads ahead")
+        for name in (
+            *("num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context"),
+        )
+    },
     "preprocessing_num_workers": omit("mixture.tokenization.num_proc"),
     "resume_from_checkpoint": omit("a run continues from its newest checkpoint"),
     "overwrite_output_dir": omit("a run continues from its newest checkpoint"),
@@ -320,4 +363,30 @@ ADAPTER_RULES: dict[str, KeyRule] = {
     "lora_target_modules": KeyRule("lora.targets", put_targets),
     "use_dora": copy_to("lora.dora"),
     "use_rslora": copy_to("lora.rslora"),
+}
+_ADAPTED_LAYERS = "lora.targets, patterns over the names of layers"
+#: Argument of `peft.LoraConfig` -> its rule; without one, the default only.
+PEFT_RULES: dict[str, KeyRule] = {
+    "r": ADAPTER_RULES["lora_r"],
+    "lora_alpha": ADAPTER_RULES["lora_alpha"],
+    "lora_dropout": ADAPTER_RULES["lora_dropout"],
+    "target_modules": ADAPTER_RULES["lora_target_modules"],
+    "modules_to_save": ADAPTER_RULES["lora_modules_to_save"],
+    "use_dora": ADAPTER_RULES["use_dora"],
+    "use_rslora": ADAPTER_RULES["use_rslora"],
+    **{
+        key: lose(_ADAPTED_LAYERS)
+        for key in ("exclude_modules", "layers_to_transform", "layers_pattern", "target_parameters")
+    },
+    "init_lora_weights": lose("adapters begin with zero change", True),
+    "bias": lose("adapters have no bias", "none"),
+    "peft_type": lose("adapters are LoRA", "LORA"),
+    **{
+        key: omit("no effect on the result")
+        for key in (
+            *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+            *("inference_mode", "fan_in_fan_out", "megatron_core", "qalora_group_size"),
+            *("runtime_config", "ensure_weight_tying"),
+        )
+    },
 }

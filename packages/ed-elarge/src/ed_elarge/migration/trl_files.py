@@ -26,6 +26,7 @@ from ed_elarge.migration.shared_rules import (
     remove_adapters,
 )
 from ed_elarge.migration.sources import build_source
+from ed_elarge.migration.trl_arguments import TRL_METHODS
 
 #: Method -> keys that only its configuration has.
 METHOD_KEYS: dict[str, frozenset[str]] = {
@@ -40,26 +41,10 @@ METHOD_KEYS: dict[str, frozenset[str]] = {
         ("packing", "assistant_only_loss", "completion_only_loss", "dataset_text_field")
     ),
 }
-#: Method -> path -> the default of its configuration.
-_METHOD_DEFAULTS: dict[str, dict[str, object]] = {
-    "sft": {"trainer.learning_rate": 2e-5, "trainer.max_length": 1024},
-    "dpo": {"trainer.learning_rate": 1e-6, "trainer.max_length": 1024, "trainer.beta": 0.1},
-    "kto": {"trainer.learning_rate": 1e-6, "trainer.max_length": 1024, "trainer.beta": 0.1},
-    "reward": {"trainer.learning_rate": 1e-4, "trainer.max_length": 1024},
-    "distillation": {"trainer.learning_rate": 1e-6},
-    "grpo": {
-        "trainer.learning_rate": 1e-6,
-        "trainer.beta": 0.0,
-        "trainer.num_return_sequences": 8,
-        "trainer.max_completion_length": 512,
-    },
-    "rloo": {
-        "trainer.learning_rate": 1e-6,
-        "trainer.beta": 0.05,
-        "trainer.num_return_sequences": 2,
-        "trainer.max_completion_length": 512,
-    },
-}
+#: Arguments whose defaults differ from those of this project.
+_DEFAULT_ARGUMENTS = (
+    *("learning_rate", "max_length", "beta", "num_generations", "max_completion_length"),
+)
 _DEFAULTS: dict[str, object] = {
     "trainer.scheduler": "linear",
     "trainer.weight_decay": 0.0,
@@ -104,8 +89,32 @@ def _put_revision(conversion: Conversion, key: str, value: object) -> None:
 
 
 def _put_dtype(conversion: Conversion, key: str, value: object) -> None:
-    if str(value) in ("float32", "bfloat16", "float16"):
-        conversion.put("loader.param_dtype", str(value), key)
+    name = str(value).rpartition(".")[2]  # a dtype of torch is `torch.bfloat16`
+    if name in ("float32", "bfloat16", "float16"):
+        conversion.put("loader.param_dtype", name, key)
+
+
+def _put_model_arguments(conversion: Conversion, key: str, value: object) -> None:
+    for name, item in dict(value).items() if isinstance(value, Mapping) else ():
+        rule = MODEL_RULES.get(name)
+        if item is None:
+            continue
+        if rule is None:
+            conversion.changes[f"{key}.{name}"] = "see the sections model and loader"
+        else:
+            rule.convert(conversion, f"{key}.{name}", item)
+
+
+def put_bits(conversion: Conversion, key: str, value: object) -> None:
+    """Set the quantization format of a `BitsAndBytesConfig`, or of its mapping."""
+    get_values = getattr(value, "to_dict", None)
+    values = value if get_values is None else get_values()
+    for name, item in dict(values).items() if isinstance(values, Mapping) else ():
+        rule = _BITS_RULES.get(name)
+        if rule is not None and item:
+            rule.convert(conversion, name, item)
+    if isinstance(values, Mapping) and not any(values.get(name) for name in _BIT_COUNTS):
+        conversion.changes[key] = "quantization.model has formats of 4 and 8 bits"
 
 
 def _put_packing(conversion: Conversion, key: str, value: object) -> None:
@@ -121,6 +130,12 @@ def _put_strategy(conversion: Conversion, key: str, value: object) -> None:
 def _put_completion_loss(conversion: Conversion, key: str, value: object) -> None:
     if value is False:
         conversion.changes[key] = "rows with a prompt and a completion have no loss on the prompt"
+
+
+def _put_template(conversion: Conversion, key: str, value: object) -> None:
+    is_template = str(value).endswith((".jinja", ".jinja2"))
+    end = "chat_template" if is_template else "name_or_path"
+    conversion.put(f"model.tokenizer.{end}", str(value), key)
 
 
 def _put_text_field(conversion: Conversion, key: str, value: object) -> None:
@@ -171,14 +186,20 @@ TRL_RULES: dict[str, KeyRule] = {
         "omit it: rows with a prompt and a completion have loss on the completion only",
         _put_completion_loss,
     ),
-    "chat_template_path": copy_to("model.tokenizer.name_or_path"),
+    "chat_template_path": KeyRule("model.tokenizer.name_or_path", _put_template),
     "eos_token": lose("model.tokenizer: a folder with a tokenizer with this token"),
     "pad_token": omit("padding has no token of its own in the loss"),
     "truncation_mode": translate_to(
         "mixture.tokenization.truncation", {"keep_start": None, "keep_end": "left"}
     ),
     "shuffle_dataset": omit("the rows are always shuffled"),
-    "model_init_kwargs": lose("the sections model and loader"),
+    "model_init_kwargs": KeyRule("the sections model and loader", _put_model_arguments),
+    "teacher_model_init_kwargs": lose("the section teacher_model"),
+    "vllm_structured_outputs_regex": lose("no counterpart"),
+    "max_tool_calling_iterations": lose("no counterpart"),
+    "padding_value": omit("padding has no token of its own in the loss"),
+    "generate_during_eval": lose("trainer.generation_prompts and generation_interval"),
+    "is_encoder_decoder": omit("the configuration of the model decides"),
     "disable_dropout": omit("dropout is that of the model's configuration"),
     "activation_offloading": omit("no effect on the result"),
     "router_aux_loss_coef": copy_to("base_config.values.router_aux_loss_coef"),
@@ -238,6 +259,7 @@ TRL_RULES: dict[str, KeyRule] = {
             *("cache_implementation", "ds3_gather_for_generation", "log_completions"),
             *("num_completions_to_print", "log_unique_prompts", "log_multimodal"),
             *("use_transformers_continuous_batching", "cast_lm_head_to_fp32"),
+            *("transformers_continuous_batching_config", "log_completions_hub_repo"),
         )
     },
     "multi_objective_aggregation": lose("trainer.reward_weights", "sum_then_normalize"),
@@ -254,6 +276,34 @@ TRL_RULES: dict[str, KeyRule] = {
     "logging_first_step": omit("the first step always has a row of metrics"),
     "remove_unused_columns": omit("only the named fields of a row are read"),
     "ddp_find_unused_parameters": omit("one process for each host runs all of its devices"),
+}
+#: Keyword of `from_pretrained` of transformers -> its rule.
+MODEL_RULES: dict[str, KeyRule] = {
+    "dtype": TRL_RULES["dtype"],
+    "torch_dtype": TRL_RULES["dtype"],
+    "revision": TRL_RULES["model_revision"],
+    "trust_remote_code": TRL_RULES["trust_remote_code"],
+    "load_in_4bit": TRL_RULES["load_in_4bit"],
+    "load_in_8bit": TRL_RULES["load_in_8bit"],
+    "quantization_config": KeyRule("quantization.model", put_bits),
+    "attn_implementation": TRL_RULES["attn_implementation"],
+    "num_labels": lose("the method decides about the labels", 1),
+    "token": omit("the environment variable HF_TOKEN"),
+    **{
+        key: omit("the model is loaded into the shards of its mesh")
+        for key in (
+            *("device_map", "low_cpu_mem_usage", "max_memory", "offload_folder", "tp_plan"),
+            *("use_safetensors", "local_files_only", "cache_dir", "use_cache"),
+        )
+    },
+}
+#: Keys of `BitsAndBytesConfig` with a number of bits.
+_BIT_COUNTS = ("load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit")
+_BITS_RULES: dict[str, KeyRule] = {
+    "load_in_4bit": TRL_RULES["load_in_4bit"],
+    "load_in_8bit": TRL_RULES["load_in_8bit"],
+    "bnb_4bit_quant_type": TRL_RULES["bnb_4bit_quant_type"],
+    "bnb_4bit_use_double_quant": TRL_RULES["use_bnb_nested_quant"],
 }
 
 
@@ -321,10 +371,28 @@ def _put_datasets(conversion: Conversion) -> None:
             )
 
 
+def _list_defaults(method: str) -> dict[str, object]:
+    """Return the defaults of TRL for a method: path -> value."""
+    defaults = next((one.defaults for one in TRL_METHODS.values() if one.method == method), {})
+    values = {
+        TRL_RULES[name].place: defaults[name]
+        for name in _DEFAULT_ARGUMENTS
+        if defaults.get(name) is not None
+    }
+    if "center_rewards_coefficient" in defaults:
+        values["trainer.center_rewards_coefficient"] = None
+    return values
+
+
 def finish_trl(conversion: Conversion) -> None:
-    """Set the values that depend on several keys, and the defaults of TRL."""
-    source, values = conversion.source, conversion.values
+    """Set the data sets, the values that depend on several keys, and the defaults of TRL."""
     _put_datasets(conversion)
+    finish_arguments(conversion)
+
+
+def finish_arguments(conversion: Conversion) -> None:
+    """Set the values that depend on several arguments, and the defaults of TRL."""
+    source, values = conversion.source, conversion.values
     put_batch(conversion, "per_device_train_batch_size", 8)
     put_adam(conversion)
     put_warmup(conversion)
@@ -343,7 +411,7 @@ def finish_trl(conversion: Conversion) -> None:
             conversion.put("trainer.steps_per_generation", int(steps), "generation_batch_size")
         else:
             conversion.changes["generation_batch_size"] = "a multiple of total_batch_size"
-    for path, value in (_DEFAULTS | _METHOD_DEFAULTS.get(conversion.method, {})).items():
+    for path, value in (_DEFAULTS | _list_defaults(conversion.method)).items():
         conversion.put_default(path, value)
     if "trainer.max_training_steps" not in values:
         conversion.put_default("trainer.num_train_epochs", 3)
