@@ -15,13 +15,16 @@ import numpy as np
 import pytest
 import transformers
 from ed_esurge import PoolingParams, SamplingParams, eSurge
+from ed_esurge.engine import setup
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
+from ed_infra.specs import LoraSpec
 from ed_infra.testing import tiny_llama
 from ed_layers.attention.blocks.self_attention import SelfAttention
 from ed_layers.attention.blocks.settings import MaskRule
 from ed_layers.cache import RecurrentSpec, StateSpec
 from ed_layers.mlp import GatedMLP
+from ed_models.adapters.lora import lora_layers
 from ed_models.body.decoder import Decoder
 from ed_models.body.layers import DecoderLayer
 from ed_models.families.jamba import JambaConfig, JambaForCausalLM
@@ -164,8 +167,9 @@ def params_of(length: int, index: int) -> SamplingParams:
         ("window,memory,full", {"num_pages": 13, "scheduling_policy": "priority"}),
     ],
 )
-def test_recurrent_states_survive_scheduling_and_preemption(kinds, options):
+def test_recurrent_states_survive_scheduling_and_preemption(kinds, options, monkeypatch):
     """Each request produces the tokens that it produces alone, also after a preemption."""
+    monkeypatch.setattr(setup, "STATE_SPACING", 4)
     model = toy(kinds)
     engine = engine_of(model, **options)
     params = [params_of(length, index) for index, length in enumerate(LENGTHS)]
@@ -196,8 +200,7 @@ def test_recurrent_states_survive_scheduling_and_preemption(kinds, options):
     assert list(together.values()) == alone
     if "num_pages" in options:
         assert engine.stats()["num_preemptions"] > 0
-    # Cached pages do not contain the state.
-    assert engine.stats()["prefix_cache_queries"] == 0
+    assert engine.stats()["prefix_cache_hits"] > 0  # from saved states
 
 
 @pytest.mark.nightly
@@ -235,8 +238,52 @@ def test_hybrid_model_produces_tokens_of_generate():
     "option", [{"batch_invariant": True}, {"speculative_config": {}}, {"kv_offloading_size": 1}]
 )
 def test_recurrent_model_rejects_unsupported_options(option):
+    with pytest.raises(ConfigError, match="num_states 4 is for models with recurrent layers"):
+        engine_of(toy("full"), num_states=4)
     with pytest.raises(ConfigError, match=f"{next(iter(option))} is for models whose layers read"):
         engine_of(toy("memory,full"), **option)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kinds", ["memory,memory", "window,memory,full"])
+def test_turns_with_adapters_continue_from_their_states(kinds, monkeypatch):
+    """Tokens and log-probabilities are those without saved states, in one program and in single
+    steps, and a state belongs to its adapter."""
+    monkeypatch.setattr(setup, "STATE_SPACING", 4)
+    model = toy(kinds)
+    adapted = model.apply_lora(LoraSpec(rank=2, targets=("in_proj", "out_proj")), name="one")
+    for i, (_, layer) in enumerate(lora_layers(adapted)):
+        key = jax.random.fold_in(jax.random.key(3), i)
+        layer.lora_b.set_value(0.3 * jax.random.normal(key, layer.lora_b.shape))
+    # With 4 sequences, the pool of a window has no room for the pages of both prompts.
+    sizes = {"max_num_seqs": 8, "max_num_seq_buckets": (8,), "max_model_len": 64}
+    sizes |= {"max_loras": 1, "max_lora_rank": 2}
+    engines = [
+        engine_of(model, **sizes, num_states=24),
+        engine_of(model, **sizes, num_states=3, num_scheduler_steps=1, async_scheduling=False),
+        engine_of(model, **sizes, enable_prefix_caching=False),
+    ]
+    params = SamplingParams(
+        temperature=1.0, seed=2, n=3, max_tokens=11, ignore_eos=True, logprobs=0
+    )
+    prompts = {None: PROMPTS[1], "one": PROMPTS[1]}
+    cached = []
+    for engine in engines:
+        engine.load_lora_adapter("one", adapted)
+    for _ in range(3):
+        for name, prompt in prompts.items():
+            outputs = [engine.generate(prompt, params, lora_name=name)[0] for engine in engines]
+            cached.append([output.metrics.num_cached_tokens for output in outputs])
+            for output in outputs[:2]:
+                for answer, expected in zip(output.outputs, outputs[2].outputs, strict=True):
+                    assert answer.token_ids == expected.token_ids
+                    lines, others = answer.logprobs or (), expected.logprobs or ()
+                    for token, found, right in zip(answer.token_ids, lines, others, strict=True):
+                        assert found[token].logprob == pytest.approx(right[token].logprob, abs=1e-4)
+            prompts[name] = [*prompt, *outputs[2].outputs[0].token_ids[:9], 7, 8]
+    assert [turn[0] for turn in cached[:2]] == [0, 0]  # the adapter has states of its own
+    assert all(turn[0] >= 16 for turn in cached[2:])
+    assert not any(turn[2] for turn in cached)
 
 
 @pytest.mark.nightly
@@ -329,7 +376,7 @@ def test_windowed_pages_survive_host_memory_and_preemption():
 @pytest.mark.nightly
 @pytest.mark.parametrize("kinds", ["window,full,window", "memory,full"])
 def test_beams_of_windows_and_recurrent_layers_follow_their_definition(kinds):
-    """Beams share the pages of windows, and compute recurrent states again."""
+    """Beams share the pages of windows, and copy recurrent states."""
     model = toy(kinds)
     forward, prompt, width, count = plain(model), PROMPTS[1], 3, 11
     beams: list[tuple[list[int], float]] = [([], 0.0)]
@@ -343,6 +390,7 @@ def test_beams_of_windows_and_recurrent_layers_follow_their_definition(kinds):
     params = SamplingParams(use_beam_search=True, n=width, max_tokens=count, ignore_eos=True)
     engine = engine_of(model, compile_runner=True)
     outputs = engine.generate([prompt], params)[0].outputs
+    assert engine.stats()["recompiles"] == 0
     assert [out.token_ids for out in outputs] == [tokens for tokens, _ in beams]
     assert [out.cumulative_logprob for out in outputs] == pytest.approx(
         [b[1] for b in beams], abs=1e-3

@@ -2,105 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections import Counter
 
 import pytest
 from ed_esurge.core.pages import FREED, PageGroup, pages_of_sequence
-from ed_esurge.core.plan import UNREAD, NewSequence, StepPlan
+from ed_esurge.core.plan import StepPlan
 from ed_esurge.core.proposals import Proposer
 from ed_esurge.core.request import Request
 from ed_esurge.core.scheduler import Scheduler, StepLimits, plan_ahead
+from ed_esurge.core.state_store import StateStore
 from ed_esurge.sampling import SamplingParams
+from fake_pages import EOS, FakePages, expected, next_token
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-
-EOS = 0
 
 
 def steep(budget: int) -> tuple[tuple[int, int], ...]:
     """Return shapes whose last shape is too expensive to use."""
     return (2 * budget // 3, 99), (9999, 99)
-
-
-def next_token(tokens: list[int]) -> int:
-    """Return the next token, a function of the whole prefix, so that lost tokens are detected."""
-    digest = hashlib.blake2b(repr(tokens).encode(), digest_size=2).digest()
-    return int.from_bytes(digest) % 7
-
-
-def expected(prompt: list[int], max_tokens: int) -> list[int]:
-    """Return the output of a request that runs alone."""
-    out: list[int] = []
-    while len(out) < max_tokens:
-        out.append(next_token(prompt + out))
-        if out[-1] == EOS:
-            break
-    return out
-
-
-class FakePages:
-    """Contents of the pages on a device, written and read by position."""
-
-    def __init__(self, groups: dict[str, PageGroup], size: int, at_once: int):
-        self.groups, self.size, self.at_once = groups, size, at_once
-        self.window = groups["window"].window
-        self.cells: dict[tuple[str, int, int], int] = {}
-        self.slots: dict[int, tuple[NewSequence, dict[str, list[int]]]] = {}
-        self.host: dict[tuple[str, int], list[int]] = {}
-        self.last: dict[int, int] = {}  # slot -> the token that it sampled last
-
-    def move(self, plan) -> None:
-        for group, (saves, _) in plan.moves.items():
-            for place, page in saves.items():
-                self.host[group, place] = [self.cells[group, page, i] for i in range(self.size)]
-        for group, (_, loads) in plan.moves.items():
-            for page, place in loads.items():
-                for i, token in enumerate(self.host[group, place]):
-                    self.cells[group, page, i] = token
-
-    def run(self, plan) -> dict[str, list[int]]:
-        self.move(plan)
-        for new in plan.started:
-            self.slots[new.slot] = (new, {group: [] for group in self.groups})
-        sampled = {}
-        for row in plan.rows:  # all writes of a step come before its reads
-            _, tables = self.slots[row.slot]
-            for group, pages in row.pages.items():
-                tables[group] += pages
-            token_ids = [self.last[row.slot]] if row.token_ids == UNREAD else row.token_ids
-            for position, token in enumerate(token_ids, row.start):
-                for group, pages in tables.items():
-                    page, place = pages[position // self.size], position % self.size
-                    assert page >= 0, "written behind the window"
-                    self.cells[group, page, place] = token
-        for row in plan.rows:
-            new, tables = self.slots[row.slot]
-            assert new.request_id == row.request_id
-            context = self.read("full", tables, 0, row.stop)
-            # The query of the row's first token attends to the earliest position.
-            seen = max(0, row.start - self.window + 1)
-            assert self.read("window", tables, seen, row.stop) == context[seen:]
-            if row.samples > 1:
-                ends = range(row.known, row.stop + 1)
-                tokens = [next_token(context[:end]) for end in ends]
-                sampled[row.request_id] = row.get_accepted_tokens(tokens)
-            elif row.samples:
-                following = [next_token(context)]
-                while len(following) < self.at_once:
-                    following.append(next_token(context + following))
-                sampled[row.request_id] = following
-                self.last[row.slot] = following[-1]
-        return sampled
-
-    def read(self, group, tables, start, stop) -> list[int]:
-        pages = tables[group]
-        return [
-            self.cells[group, pages[position // self.size], position % self.size]
-            for position in range(start, stop)
-        ]
 
 
 class Guesses(Proposer):
@@ -135,6 +56,7 @@ class Traffic(RuleBasedStateMachine):
         host=st.integers(0, 12),
         ahead=st.booleans(),
         pads=st.booleans(),
+        states=st.sampled_from([None, 0, 1, 2, 5, 20]),
     )
     def start(
         self,
@@ -152,6 +74,7 @@ class Traffic(RuleBasedStateMachine):
         host,
         ahead,
         pads,
+        states,
     ):
         self.ahead = ahead and at_once == 1
         self.pending: tuple[StepPlan, dict[str, list[int]]] | None = None  # runs ahead
@@ -160,6 +83,13 @@ class Traffic(RuleBasedStateMachine):
         limits = StepLimits(seqs, seqs + extra, self.longest, chunk, policy, shapes)
         least = pages_of_sequence(window, self.longest, min(chunk or 99, seqs + extra), size)
         groups = {"full": PageGroup(pages), "window": PageGroup(least + spare, window)}
+        recurrent = states is not None
+        store = None
+        if recurrent:
+            guesses = host = 0
+            at_once = 1
+            caching = True
+            store = StateStore(states, seqs, size, spacing=size + chunk if chunk else 1, interval=4)
         self.scheduler = Scheduler(
             limits,
             num_pages=groups,
@@ -167,8 +97,9 @@ class Traffic(RuleBasedStateMachine):
             prefix_caching=caching,
             host_places=host,
             proposer=Guesses(guesses) if guesses else None,
+            states=store,
         )
-        self.device = FakePages(groups, size, at_once)
+        self.device = FakePages(groups, size, at_once, recurrent=recurrent)
         self.all: list[Request] = []
         self.aborted: set[str] = set()
 
@@ -279,6 +210,15 @@ class Traffic(RuleBasedStateMachine):
             places = [*host._place_of.values(), *host._blank]
             assert sorted(places) == list(range(host.places))  # no place is lost or used twice
             assert set(host.saves) | set(host.loads.values()) <= set(host._place_of.values())
+
+    @invariant()
+    @precondition(lambda self: hasattr(self, "scheduler"))
+    def places_of_states_are_accounted_for(self):
+        states, first = self.scheduler.states, self.scheduler.limits.max_num_seqs
+        if states is not None:
+            places = [*states._place_of.values(), *states._spare.values(), *states._uncommitted]
+            expected_places = list(range(first, first + states.places))
+            assert sorted([*places, *states._blank]) == expected_places
 
     @invariant()
     @precondition(lambda self: hasattr(self, "scheduler"))

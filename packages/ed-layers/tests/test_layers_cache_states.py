@@ -102,6 +102,23 @@ def test_rows_of_a_recurrent_model(layout):
         np.testing.assert_array_equal(at[row, kept], np.arange(kept.sum()))
 
 
+@pytest.mark.parametrize("layout", ["stacked", "leaves"])
+def test_states_are_copied_one_after_another(layout):
+    """Each row contains its number; the fourth copy is not used."""
+    copies = np.array([[0, 4, 2, 9], [2, 0, 3, 9]], np.int32)
+    cache = RecurrentCache.create([STATE] * 2, batch_size=5, layout=layout)
+    axis = 1 if layout == "stacked" else 0
+
+    def number_rows(array):
+        shape = [5 if i == axis else 1 for i in range(array.ndim)]
+        return array + np.arange(5).reshape(shape).astype(array.dtype)
+
+    copied = jax.jit(RecurrentCache.copy_rows)(jax.tree.map(number_rows, cache), copies, 3)
+    for array in jax.tree.leaves(copied):
+        rows = np.moveaxis(np.asarray(array, np.float32), axis, -1)
+        np.testing.assert_array_equal(rows, np.broadcast_to([4, 1, 0, 0, 4], rows.shape))
+
+
 @pytest.mark.daily("stacked")
 @pytest.mark.parametrize("layout", ["stacked", "leaves"])
 def test_sequences_of_a_recurrent_model(layout):

@@ -217,6 +217,11 @@ class EngineConfig(Options):
     """Number of pages in the pool, or in each pool where sliding-window layers have a separate
     pool. None: the number that fits into `hbm_utilization` (accelerator) or `cpu_cache_gib` (CPU),
     capped at the pages that `max_num_seqs` sequences of `max_model_len` can use."""
+    num_states: PositiveInt | None = None
+    """Number of saved states of recurrent and convolution layers. Requests with an equal prefix
+    continue from them. Their memory is allocated when the engine starts. None: the number that fits
+    into a third of the memory for pages (all of it if the model has no attention), or into half the
+    bytes of `num_pages` pages; at most 16 for each sequence of `max_num_seqs`."""
     hbm_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
     """Maximum fraction of accelerator memory for weights and pages together."""
     cpu_cache_gib: Annotated[float, Field(gt=0, le=2**20)] = 1.0
@@ -396,6 +401,11 @@ class EngineConfig(Options):
                     f"{name} is for adapters that are loaded, and max_loras is 0: set it to how "
                     "many there can be"
                 )
+        if self.num_states is not None and not self.enable_prefix_caching:
+            raise ValueError(
+                f"num_states {self.num_states} is for states of the prefix cache, and "
+                "enable_prefix_caching is off: set it to true, or leave num_states out"
+            )
         if self.kv_offloading_size is not None and not self.enable_prefix_caching:
             raise ValueError(
                 "kv_offloading_size is for pages of the prefix cache, and enable_prefix_caching is "

@@ -14,6 +14,7 @@ from ed_esurge.core.page_pool import PagePool, pages_of_sequence
 from ed_esurge.core.plan import Moves
 from ed_esurge.core.prefix_cache import PrefixCache
 from ed_esurge.core.request import Request
+from ed_esurge.core.state_store import StateStore
 
 FREED = -1
 """Page table entry of a freed page behind the window."""
@@ -41,6 +42,7 @@ class PageTables:
         at_once: maximum number of tokens of a sequence in one step.
         prefix_caching: whether equal prefixes share pages.
         host_places: number of evicted pages of each group that host memory keeps.
+        states: saved states of recurrent layers; None = the model has none.
     """
 
     def __init__(
@@ -51,23 +53,24 @@ class PageTables:
         *,
         prefix_caching: bool,
         host_places: int = 0,
+        states: StateStore | None = None,
     ) -> None:
-        self.page_size, self.at_once = page_size, at_once
+        self.page_size, self.at_once, self.states = page_size, at_once, states
         self.windows = {name: g.window for name, g in groups.items() if g.window is not None}
         self.prefixes: PrefixCache | None = None
-        if prefix_caching and groups:
+        if prefix_caching and (groups or states is not None):
             # A query at position p reads the window - 1 tokens before it.
             needed = {
                 name: None if g.window is None else -(-(g.window - 1) // page_size)
                 for name, g in groups.items()
             }
-            self.prefixes = PrefixCache(page_size, needed, host_places)
+            self.prefixes = PrefixCache(page_size, needed, host_places, states)
         prefixes = self.prefixes
         self._copies: dict[str, list[tuple[int, int]]] = {}
         self.pools = {
             name: PagePool(
                 group.num_pages,
-                on_reuse=partial(prefixes.forget, name) if prefixes is not None else None,
+                on_reuse=partial(self._forget_page, name) if prefixes is not None else None,
             )
             for name, group in groups.items()
         }
@@ -89,7 +92,7 @@ class PageTables:
         request.pages = {name: [] for name in self.pools}
         if self.prefixes is None or not request.reads_prefixes:
             return 0
-        matched = self.prefixes.match(request)
+        count, matched = self.prefixes.match(request)
         for name, cached_pages in matched.items():
             there = [page for page in cached_pages if isinstance(page, int)]
             self.pools[name].hold(there)
@@ -105,7 +108,7 @@ class PageTables:
                 FREED if page is None else page if isinstance(page, int) else pages[page]
                 for page in cached_pages
             ]
-            request.num_computed = len(cached_pages) * self.page_size
+        request.num_computed = count * self.page_size
         return brought * self.page_size
 
     def _bring_back(self, group: str, keys: Sequence[bytes]) -> dict[bytes, int] | None:
@@ -244,8 +247,18 @@ class PageTables:
         """Clear the prefix cache after a change of the weights."""
         if self.prefixes is not None:
             self.prefixes.clear()
+            if self.states is not None:
+                self.states.clear()
             for pool in self.pools.values():
                 pool.forget_kept()
+
+    def _forget_page(self, group: str, page: int) -> None:
+        """Remove a page that will be overwritten from the prefix cache, with its state."""
+        assert self.prefixes is not None, "only cached pages are forgotten"
+        key = self.prefixes.forget(group, page)
+        is_read = self.prefixes.needed[group] != 0
+        if self.states is not None and key is not None and is_read:
+            self.states.discard(key)
 
     def _free_behind(self, request: Request) -> None:
         for name, window in self.windows.items():

@@ -19,6 +19,9 @@ from ed_esurge.sampling import PoolingParams, SamplingParams
 #: Group -> `(saves, loads)`: host page -> device page, and device page -> host page.
 Moves = Mapping[str, tuple[Mapping[int, int], Mapping[int, int]]]
 
+#: (source, target) of each copy of a recurrent state: rows of the state arrays.
+StateCopies = tuple[tuple[int, int], ...]
+
 #: Token ids of a row whose input token the last step sampled, and the host has not read yet.
 UNREAD = (-1,)
 
@@ -147,6 +150,8 @@ class StepPlan:
         items: items to encode before the step.
         copies: group -> pages to copy on the device before the step: (source, target).
         ahead: whether the rows are `UNREAD`; see `ed_esurge.core.scheduler.plan_ahead`.
+        restores: recurrent states to copy before the step, in this order.
+        saves: recurrent states to copy after the step.
         steps: number of decode steps that one program computes. More than 1 only if every row has
             one token and samples; each row then samples `steps` tokens.
     """
@@ -160,6 +165,8 @@ class StepPlan:
     steps: int = 1
     items: tuple[EncodedItem, ...] = ()
     copies: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
+    restores: StateCopies = ()
+    saves: StateCopies = ()
 
     @property
     def num_tokens(self) -> dict[str, int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from ed_esurge.core.commands import EncoderInput
 from ed_esurge.core.host_pages import HostPages
@@ -25,15 +25,21 @@ class PrefixCache:
         page_size: number of tokens in a page.
         needed: group -> number of previous pages that a query reads; None = all.
         host_places: number of pages of each group in host memory.
+        states: keys of the prefixes whose recurrent state is stored; None = the model has no
+            recurrent layers.
 
     Attributes:
         host: group -> its pages in host memory.
     """
 
     def __init__(
-        self, page_size: int, needed: Mapping[str, int | None], host_places: int = 0
+        self,
+        page_size: int,
+        needed: Mapping[str, int | None],
+        host_places: int = 0,
+        states: Container[bytes] | None = None,
     ) -> None:
-        self.page_size = page_size
+        self.page_size, self._states = page_size, states
         self.needed = dict(needed)
         self._page_of: dict[str, dict[bytes, int]] = {group: {} for group in needed}
         self._key_of: dict[str, dict[int, bytes]] = {group: {} for group in needed}
@@ -46,7 +52,7 @@ class PrefixCache:
     @property
     def host_usage(self) -> float:
         """Used fraction of host memory in the fullest group; 0 … 1."""
-        return max(len(host) / max(host.places, 1) for host in self.host.values())
+        return max((len(host) / max(host.places, 1) for host in self.host.values()), default=0.0)
 
     def knows(self, group: str, page: int) -> bool:
         """Return whether a page is cached."""
@@ -57,15 +63,16 @@ class PrefixCache:
         loads = self.host[group].loads
         return {key: page for key, page in self._page_of[group].items() if page not in loads}
 
-    def match(self, request: Request) -> dict[str, list[int | bytes | None]]:
-        """Return group -> pages of the longest cached prefix of a request's tokens.
+    def match(self, request: Request) -> tuple[int, dict[str, list[int | bytes | None]]]:
+        """Return the longest cached prefix of a request's tokens: the number of its pages, and
+        group -> pages.
 
         All groups have the same number of entries. An entry is a page number, a key for a page in
         host memory, or None for a page behind a window, which is never read. The match excludes at
         least one token, because the request needs the hidden state of its last token.
         """
         most = (request.num_tokens - 1) // self.page_size
-        self._extend_keys(request, most)
+        extend_page_keys(request, most, self.page_size)
         keys = request.page_keys[:most]
         best = self.count_prefix_pages(keys)
         matched: dict[str, list[int | bytes | None]] = {}
@@ -73,10 +80,11 @@ class PrefixCache:
             needed = self.needed[group]
             first = 0 if needed is None else max(best - needed, 0)
             matched[group] = [*(None,) * first, *(pages.get(key, key) for key in keys[first:best])]
-        return matched
+        return best, matched
 
     def count_prefix_pages(self, keys: Sequence[bytes]) -> int:
-        """Return the number of cached pages at the beginning of a prompt.
+        """Return the number of cached pages at the beginning of a prompt. The recurrent state after
+        the last of them is cached, too.
 
         Args:
             keys: keys of the full pages, from the first.
@@ -87,7 +95,7 @@ class PrefixCache:
                 is_cached = key in pages or key in self.host[group]
                 run[group] = run[group] + 1 if is_cached else 0
             if all(run[g] >= min(count, n or count) for g, n in self.needed.items() if n != 0):
-                best = count
+                best = count if self._states is None or key in self._states else best
             elif any(run[g] < count for g, n in self.needed.items() if n is None):
                 break
         return best
@@ -102,7 +110,7 @@ class PrefixCache:
         first, full = since // self.page_size, stop // self.page_size
         if first == full:
             return
-        self._extend_keys(request, full)
+        extend_page_keys(request, full, self.page_size)
         for group, pages in self._page_of.items():
             keys_by_page, request_pages = self._key_of[group], request.pages[group]
             for index in range(first, full):
@@ -124,12 +132,14 @@ class PrefixCache:
         self.host_queries += looked_up - (cached_tokens - brought)
         self.host_hits += brought
 
-    def forget(self, group: str, page: int) -> None:
-        """Remove a page that will be overwritten. Its contents may be saved to host memory."""
+    def forget(self, group: str, page: int) -> bytes | None:
+        """Remove a page that will be overwritten, and return its key. Its contents may be saved to
+        host memory."""
         key = self._key_of[group].pop(page, None)
         if key is not None:
             del self._page_of[group][key]
             self.host[group].save(key, page)
+        return key
 
     def clear(self) -> None:
         """Remove all pages, after a change of the weights."""
@@ -138,13 +148,15 @@ class PrefixCache:
         for host in self.host.values():
             host.clear()
 
-    def _extend_keys(self, request: Request, count: int) -> None:
-        keys = request.page_keys
-        while len(keys) < count:
-            start = len(keys) * self.page_size
-            tokens = request.tokens(start, start + self.page_size)
-            items = item_keys(request.encoder_inputs, start, start + self.page_size)
-            keys.append(page_key(keys[-1] if keys else request.salt, tokens, items))
+
+def extend_page_keys(request: Request, count: int, page_size: int) -> None:
+    """Compute the keys of the first `count` full pages of a request, if they are missing."""
+    keys = request.page_keys
+    while len(keys) < count:
+        start = len(keys) * page_size
+        tokens = request.tokens(start, start + page_size)
+        items = item_keys(request.encoder_inputs, start, start + page_size)
+        keys.append(page_key(keys[-1] if keys else request.salt, tokens, items))
 
 
 def page_key(previous_key: bytes, tokens: Sequence[int], items: bytes = b"") -> bytes:

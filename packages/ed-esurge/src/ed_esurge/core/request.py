@@ -64,6 +64,9 @@ class Request:
         page_keys: prefix-cache keys of the full pages computed so far.
         slot: slot of the running sequence, None otherwise; see `NewSequence`.
         num_cached: number of prompt tokens found in the prefix cache at the first admission.
+        state_stop: number of tokens before the latest recurrent state that was restored or saved.
+        branch_stop: number of tokens, in whole pages, that an earlier prompt also had.
+        output_state: key of the latest recurrent state of the output.
     """
 
     request_id: str
@@ -87,6 +90,9 @@ class Request:
     page_keys: list[bytes] = field(default_factory=list)
     slot: int | None = None
     num_cached: int | None = None
+    state_stop: int = 0
+    branch_stop: int = 0
+    output_state: bytes | None = None
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -189,6 +195,7 @@ class Request:
             pages={},
             page_keys=[*self.page_keys],
             slot=None,
+            output_state=None,
         )
 
     def row(

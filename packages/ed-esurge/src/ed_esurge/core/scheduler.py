@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +18,7 @@ from ed_esurge.core.pages import PageGroup, PageTables
 from ed_esurge.core.plan import UNREAD, NewSequence, PlanRow, StepPlan
 from ed_esurge.core.proposals import Proposer
 from ed_esurge.core.request import Request, Status
+from ed_esurge.core.state_store import StateStore
 from ed_esurge.core.step_time import ONE_STEP, StepTime
 from ed_esurge.outputs import FinishReason
 
@@ -68,12 +69,13 @@ class Scheduler:
         num_pages: number of pages of the pool, or name -> pool of each group of layers. A pool must
             fit one sequence of `max_model_len`.
         page_size: number of tokens in a page.
-        prefix_caching: whether equal prefixes share pages. Must be False for a model with recurrent
-            layers, because a page does not restore their state, and for a model whose prompt tokens
-            attend to later ones.
+        prefix_caching: whether equal prefixes share pages. Must be False for a model whose prompt
+            tokens attend to later ones, and for a model with recurrent layers without `states`.
         host_places: number of evicted pages of each group that host memory keeps.
         proposer: source of proposed tokens for decoding sequences; None = no speculation.
         encoder: encoder outputs; None = the model has no encoder.
+        states: saved states of recurrent layers; None = the model has none, or prefixes are not
+            shared.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Scheduler:
         host_places: int = 0,
         proposer: Proposer | None = None,
         encoder: EncoderCache | EncoderSlots | None = None,
+        states: StateStore | None = None,
     ) -> None:
         if limits.token_budget < limits.max_num_seqs:
             raise ValueError(
@@ -105,17 +108,22 @@ class Scheduler:
                 )
         self.limits = self._limits_now = limits
         self.pages = PageTables(
-            groups, page_size, at_once, prefix_caching=prefix_caching, host_places=host_places
+            groups,
+            page_size,
+            at_once,
+            prefix_caching=prefix_caching,
+            host_places=host_places,
+            states=states,
         )
-        self.proposer, self.encoder = proposer, encoder
+        self.proposer, self.encoder, self.states = proposer, encoder, states
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._slots = list(range(limits.max_num_seqs - 1, -1, -1))
         # Sequences that run since a fork, and have had no row yet.
         self._forked: dict[str, Request] = {}
-        # A page does not contain what a proposer, an encoder or recurrent layers need, and copies
-        # between device and host memory of the same step would have to be ordered.
+        # A page does not contain what a proposer or an encoder needs, and copies between device and
+        # host memory of the same step would have to be ordered.
         self._shares = prefix_caching and proposer is None and encoder is None and not host_places
         self._step = 0
         self.num_preemptions = 0
@@ -153,6 +161,8 @@ class Scheduler:
         ready = self._shares and parent.status is Status.RUNNING and bool(self._slots)
         if ready and self.pages.fork(parent, child):
             child.status, child.slot = Status.RUNNING, self._slots.pop()
+            if self.states is not None:
+                self.states.fork(parent, child)
             insort(self.running, child, key=self._order)
             self._forked[child.request_id] = child
         else:
@@ -201,6 +211,8 @@ class Scheduler:
                 count = self.encoder.admit(request, count)
             if count <= 0:
                 continue
+            if missing > 1:
+                count = self._cut(request, count)
             if request is last:
                 count = self._part(request, count, budget, len(rows))
             while (pages := self.pages.reserve(request, count)) is None:
@@ -219,6 +231,8 @@ class Scheduler:
             stop = row.start + len(row.token_ids)
             if stop // size != row.start // size:  # only full pages are shared
                 self.pages.share(self.requests[row.request_id], row.start, stop)
+                if self.states is not None and not row.samples:
+                    self.states.save(self.requests[row.request_id], stop)
         # A preempted request is first in the queue. Admitting it here would undo the preemption.
         while self.waiting and budget > 0 and not preempted:
             if len(self.running) >= self.limits.max_num_seqs:
@@ -230,6 +244,8 @@ class Scheduler:
             rows[request.request_id] = row
             started.append(request.start())
             self.pages.share(request, row.start, row.stop)
+            if self.states is not None and not row.samples:
+                self.states.save(request, row.stop)
             budget -= len(row.token_ids)
         if not rows:
             # Beams that wait may hold the slots or pages of a queued sequence.
@@ -251,6 +267,8 @@ class Scheduler:
         steps = 1
         if self._limits_now.time.most > 1 and not self.waiting and not preempted:
             steps = self.reserve_steps(rows, 0)
+        self.save_states(rows.values(), steps)
+        restores, saves = ((), ()) if self.states is None else self.states.take()
         self._step += 1
         return StepPlan(
             self._step,
@@ -260,6 +278,8 @@ class Scheduler:
             self.pages.take_moves(),
             items=() if self.encoder is None else self.encoder.take_items(),
             copies=self.pages.take_copies(),
+            restores=restores,
+            saves=saves,
             steps=steps,
         )
 
@@ -297,6 +317,8 @@ class Scheduler:
                 request.finish_reason = "stop" if request.pooled else "length"
             if request.finish_reason is not None:
                 self._retire(request)
+        if self.states is not None:
+            self.states.commit(plan.saves)
         if self.proposer is not None:
             self.proposer.observe(plan, self.requests)
         return token_counts
@@ -329,6 +351,8 @@ class Scheduler:
             most = min([one.max_tokens - len(one.output) for one in requests]) - num_unread
             steps = time.steps(len(rows), sum([row.start for row in rows.values()]))
             steps = max(1, min(steps, most))
+            if self.states is not None:
+                steps = self.states.count_steps([row.start for row in rows.values()], steps)
         if steps == 1 and not num_unread:
             return 1  # the rows have their pages
         if self.pages.windows:  # their pools hold this number of tokens beside a window
@@ -353,6 +377,18 @@ class Scheduler:
                 self.pages.give_back(self.requests[name], new)
             steps //= 2
         return 0
+
+    def save_states(self, rows: Iterable[PlanRow], steps: int) -> None:
+        """Save the states of rows that sample, if they are worth it.
+
+        Args:
+            rows: rows of a plan.
+            steps: number of decode steps of the plan.
+        """
+        if self.states is not None:
+            for row in rows:
+                if row.samples:
+                    self.states.save(self.requests[row.request_id], row.stop + steps - 1)
 
     # ---- parts
 
@@ -404,6 +440,16 @@ class Scheduler:
             part = self.encoder.uncut(request, part)
         return part or count
 
+    def _cut(self, request: Request, count: int) -> int:
+        """Return how many of a prompt's next `count` tokens to schedule, so that the step ends
+        where a state is saved."""
+        if self.states is None:
+            return count
+        part = self.states.cut(request, count)
+        if part < count and isinstance(self.encoder, EncoderCache):
+            part = self.encoder.uncut(request, part)
+        return part or count
+
     def _admit(self, request: Request, budget: int, num_rows: int) -> PlanRow | None:
         """Admit the first request of the queue. Return None, without changes, if pages are
         missing."""
@@ -412,9 +458,11 @@ class Scheduler:
         count = min(missing, self.limits.chunk or missing, budget)
         if self.encoder is not None:
             count = self.encoder.admit(request, count)
+        count = self._cut(request, count) if count else 0
         count = self._part(request, count, budget, num_rows) if count else 0
         if (
             brought is None
+            or (self.states is not None and self.states.awaits(request))
             or not count
             or (self.limits.whole_prompts and count < missing)
             or not self._worthwhile(request)
@@ -422,13 +470,15 @@ class Scheduler:
         ):
             self._let_go(request)
             return None
+        self.waiting.pop(0)
+        request.status = Status.RUNNING
+        request.slot = self._slots.pop()
+        if self.states is not None:
+            self.states.restore(request)
         if request.num_cached is None:
             request.num_cached = request.num_computed
             if self.pages.prefixes is not None:
                 self.pages.prefixes.count(len(request.prompt), request.num_computed, brought)
-        self.waiting.pop(0)
-        request.status = Status.RUNNING
-        request.slot = self._slots.pop()
         insort(self.running, request, key=self._order)
         pages = {name: tuple(page_list) for name, page_list in request.pages.items()}
         return self._row(request, count, pages)
@@ -517,5 +567,14 @@ def plan_ahead(plan: StepPlan, scheduler: Scheduler) -> StepPlan | None:
     steps = scheduler.reserve_steps(rows, plan.steps) if rows else 0
     if not steps:
         return None
-    moves = scheduler.pages.take_moves()
-    return StepPlan(plan.step, tuple(rows.values()), moves=moves, ahead=True, steps=steps)
+    scheduler.save_states(rows.values(), steps)
+    restores, saves = ((), ()) if scheduler.states is None else scheduler.states.take()
+    return StepPlan(
+        plan.step,
+        tuple(rows.values()),
+        moves=scheduler.pages.take_moves(),
+        ahead=True,
+        restores=restores,
+        saves=saves,
+        steps=steps,
+    )

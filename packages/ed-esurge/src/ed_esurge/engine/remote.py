@@ -88,6 +88,10 @@ class RemoteRunner:
         return self._local.num_pages
 
     @property
+    def num_states(self) -> int | None:
+        return self._local.num_states
+
+    @property
     def vocab_size(self) -> int:
         return self._local.vocab_size
 

@@ -23,6 +23,7 @@ from ed_esurge.core.page_pool import pages_of_sequence
 from ed_esurge.core.pages import PageGroup
 from ed_esurge.core.proposals import PromptLookup, Proposer, ReceivedProposals
 from ed_esurge.core.scheduler import Scheduler, StepLimits
+from ed_esurge.core.state_store import StateStore
 from ed_esurge.core.step_time import ONE_STEP, StepTime
 from ed_esurge.embedded_prompts import EmbeddedPrompts
 from ed_esurge.grammars.store import Grammars
@@ -37,6 +38,7 @@ from ed_esurge.model import (
 from ed_esurge.runner.buckets import Buckets
 from ed_esurge.runner.drafts import DRAFT_GROUP, DraftModel
 from ed_esurge.runner.host_pages import COPIES, PAGES_AT_ONCE
+from ed_esurge.runner.memory import get_recurrent_caches
 from ed_esurge.runner.model_runner import ModelRunner
 from ed_esurge.runner.protocol import Runner
 
@@ -49,6 +51,14 @@ TOKEN_BUDGET = {"cpu": 512, "gpu": 2048, "tpu": 8192}
 LEAST_TOKENS = 32
 # Default `max_num_seqs` on a CPU.
 CPU_SEQS = 16
+# Entry of the pool sizes with the number of saved recurrent states.
+STATES_POOL = "states"
+# Maximum number of saved states for each running sequence.
+STATES_PER_SEQUENCE = 16
+# Minimum number of tokens between two saved states of a sequence.
+STATE_SPACING = 64
+# Number of tokens between two saved states inside of a long prompt.
+STATE_INTERVAL = 1024
 # Size of the table of encoder outputs as a multiple of the rows that one step computes.
 ENCODER_STEPS = 4
 
@@ -124,6 +134,11 @@ class Setup:
                     f"{name} is for models whose layers read keys and values: a recurrent layer "
                     "of this one has a state, which each token changes; leave the option out"
                 )
+        if config.num_states is not None and not is_recurrent(model):
+            raise ConfigError(
+                f"num_states {config.num_states} is for models with recurrent layers, and "
+                f"{type(model).__name__} has none: leave the option out"
+            )
         platform = get_platform(model)
         if config.kv_offloading_size is not None and platform == "cpu":
             once(
@@ -199,8 +214,9 @@ class Setup:
             sizes: group -> pages of the pools; None = `pool_sizes()`.
         """
         places = self._host_places()
-        sizes = self.pool_sizes() if sizes is None else sizes
-        return self._runner(sizes, grammars, host_places=places)
+        sizes = dict(self.pool_sizes() if sizes is None else sizes)
+        num_states = sizes.pop(STATES_POOL, None)
+        return self._runner(sizes, grammars, host_places=places, num_states=num_states)
 
     def _host_places(self) -> int:
         """Return the number of pages of each group in host memory.
@@ -222,11 +238,10 @@ class Setup:
             )
         return int(offloading_gib * _GIB) // one
 
-    def scheduler(self, runner: Runner) -> Scheduler:
-        """Create the scheduler for the pools of a runner."""
+    def _shares_prefixes(self) -> bool:
+        """Return whether equal prefixes share pages and states."""
         caching = self.config.enable_prefix_caching
         reasons = {
-            "a page does not restore the state of its recurrent layers": is_recurrent(self.model),
             "the keys of a prompt depend on all its tokens": reads_ahead(self.model) == "prompt",
             "a page does not contain the experts of its tokens": self.records.experts,
         }
@@ -234,17 +249,31 @@ class Setup:
             caching = False
             if "enable_prefix_caching" in self.config.model_fields_set:
                 once(logger, f"enable_prefix_caching is off for this model: {reason}")
+        return caching
+
+    def scheduler(self, runner: Runner) -> Scheduler:
+        """Create the scheduler for the pools of a runner."""
+        states, page_size = None, self.config.page_size
+        if runner.num_states is not None:
+            states = StateStore(
+                runner.num_states,
+                self.limits.max_num_seqs,
+                page_size,
+                spacing=STATE_SPACING,
+                interval=STATE_INTERVAL,
+            )
         groups = {
             name: PageGroup(pages, self.windows[name]) for name, pages in runner.num_pages.items()
         }
         return Scheduler(
             self.limits,
             num_pages=groups,
-            page_size=self.config.page_size,
-            prefix_caching=caching,
+            page_size=page_size,
+            prefix_caching=self._shares_prefixes(),
             host_places=0 if runner.host is None else runner.host.places,
             proposer=self._proposer(runner),
             encoder=self._encoder_outputs(),
+            states=states,
         )
 
     def _encoder_outputs(self) -> EncoderCache | EncoderSlots | None:
@@ -288,12 +317,14 @@ class Setup:
         *,
         model: LanguageModel | None = None,
         host_places: int = 0,
+        num_states: int | None = None,
     ) -> ModelRunner:
         return ModelRunner(
             model or self.model,
             self.buckets,
             grammars=grammars,
             host_places=host_places,
+            num_states=num_states,
             **self.get_runner_options(num_pages, is_draft=model is not None),
         )
 
@@ -316,7 +347,7 @@ class Setup:
         }
 
     def pool_sizes(self) -> dict[str, int]:
-        """Return the number of pages of each group's pool.
+        """Return the number of pages of each group's pool, and of saved states (`STATES_POOL`).
 
         On an accelerator, the pools use `hbm_utilization` of the memory, minus the memory in use
         and the workspace of the largest step. The device of this process with the least free memory
@@ -338,17 +369,19 @@ class Setup:
             name: min(pages * limits.max_num_seqs, (2**31 - 1) // size)
             for name, pages in needed.items()
         }
-        if config.num_pages is not None:
+        if config.num_pages is not None and needed:
             for pages in needed.values():
                 if config.num_pages < pages:
                     raise ConfigError(
                         f"num_pages {config.num_pages} of {size} tokens cannot hold one "
                         f"sequence of max_model_len {longest}: give at least {pages}"
                     )
-            return {
+            pools = {
                 name: config.num_pages if window is None else min(config.num_pages, most[name])
                 for name, window in self.windows.items()
             }
+            pool_bytes = sum(page_bytes(self.model, size, name) * pools[name] for name in pools)
+            return {**pools, **self._states_pool(pool_bytes // 2)}
         bytes_per_page = {name: page_bytes(self.model, size, name) for name in needed}
         if self.draft is not None:
             bytes_per_page[DRAFT_GROUP] += page_bytes(self.draft, size)
@@ -368,10 +401,40 @@ class Setup:
                     f"{longest} takes {bytes_per_sequence / _GIB:.2f} GiB: lower max_model_len or "
                     "max_num_batched_tokens, or raise hbm_utilization"
                 )
+        most_bytes = sum(most[name] * bytes_per_page[name] for name in needed)
+        for_states = max(free // 3, free - most_bytes)
+        if memory:
+            for_states = min(for_states, free - bytes_per_sequence)
+        states_pool = self._states_pool(for_states)
+        free -= sum(states_pool.values()) * self._state_bytes()
         return {
-            name: max(pages, min(most[name], pages * free // bytes_per_sequence))
-            for name, pages in needed.items()
+            **states_pool,
+            **{
+                name: max(pages, min(most[name], pages * free // bytes_per_sequence))
+                for name, pages in needed.items()
+            },
         }
+
+    def _states_pool(self, free: int) -> dict[str, int]:
+        """Return the number of saved states; {} without recurrent layers or shared prefixes.
+
+        Args:
+            free: bytes for the states, if their number is not an option.
+        """
+        if not is_recurrent(self.model) or not self._shares_prefixes():
+            return {}
+        count = self.config.num_states
+        if count is None:
+            most = STATES_PER_SEQUENCE * self.limits.max_num_seqs
+            count = min(most, max(free, 0) // self._state_bytes())
+        return {STATES_POOL: count}
+
+    def _state_bytes(self) -> int:
+        """Return the bytes of a recurrent state, on the device with the largest share."""
+        if not is_recurrent(self.model):
+            return 0
+        cache = self.model.init_paged_cache(1, self.config.page_size, num_states=1)
+        return device_bytes([*get_recurrent_caches(cache).values()])
 
     def _workspace(self, num_pages: dict[str, int]) -> int:
         """Return the bytes that a step needs in addition to weights and pages."""

@@ -66,7 +66,7 @@ class EncoderRunner:
         max_num_batched_tokens: maximum number of tokens of a step.
     """
 
-    host = items = None
+    host = items = num_states = None
     num_pages: Mapping[str, int] = {}
     max_logprobs = 0
 

@@ -20,13 +20,22 @@ from ed_layers.cache import Cache
 from ed_layers.programs import open_programs
 from tqdm import tqdm
 
+from ed_esurge.core.plan import StateCopies
 from ed_esurge.model import get_platform
 from ed_esurge.runner import filters
 from ed_esurge.runner.background import COMPILERS, BackgroundCompilation
 from ed_esurge.runner.buckets import StepShape
 from ed_esurge.runner.host_pages import PAGES_AT_ONCE
 from ed_esurge.runner.sampler import SamplerState
-from ed_esurge.runner.uncompiled import COPY, FILTER, PLACE, PUT, ProgramKey, UncompiledFunctions
+from ed_esurge.runner.uncompiled import (
+    COPY,
+    FILTER,
+    PLACE,
+    PUT,
+    STATES,
+    ProgramKey,
+    UncompiledFunctions,
+)
 
 #: Options of XLA for functions that are replaced soon: half the time of the default level.
 FIRST_OPTIONS = {"xla_backend_optimization_level": 0}
@@ -80,6 +89,7 @@ class Functions:
         names: list[ProgramKey] = [first, *(shape for shape in buckets.shapes if shape != first)]
         names += [PUT, PLACE, FILTER] if self._weights.places else [PUT, FILTER]
         names += [COPY] if self._memory.num_pages else []
+        names += [STATES] if self._memory.num_states is not None else []
         for rows in sorted({shape.seqs for shape in buckets.shapes}):
             names += [("sample", rows), ("take", rows), ("merge", rows)]
         if buckets.steps > 1:
@@ -167,7 +177,7 @@ class Functions:
         small: list[ProgramKey] = [(kind, generic.seqs) for kind in ("take", "merge")]
         small += [(kind, generic.tokens) for kind in ("score", "pool")]
         first, *remaining_shapes = self._buckets.shapes
-        order = [PUT, PLACE, COPY, *small, first, ("sample", first.seqs), FILTER]
+        order = [PUT, PLACE, COPY, STATES, *small, first, ("sample", first.seqs), FILTER]
         for shape in remaining_shapes:
             order += [shape, ("sample", shape.seqs)]
         missing_set = set(names)
@@ -232,6 +242,15 @@ class Functions:
             cache = self[COPY](cache, numbers)
         return cache
 
+    def with_state_copies(self, cache: Cache, copies: StateCopies) -> Cache:
+        """Return the cache with copies of recurrent states, which are executed in their order.
+
+        Args:
+            cache: the cache, which is donated.
+            copies: (source, target) of each copy, at most one for each slot of a sequence.
+        """
+        return self[STATES](cache, *self._uncompiled.numbers_of_state_copies(copies))
+
     def filter_masks(
         self,
         logits: jax.Array,
@@ -288,6 +307,7 @@ class Functions:
         sizes = (memory.page_size, memory.num_pages, memory.max_num_seqs)
         sizes = (*sizes, self._uncompiled.max_logprobs)
         sizes = (*sizes, self._uncompiled.records) if any(self._uncompiled.records) else sizes
+        sizes = sizes if memory.num_states is None else (*sizes, ("states", memory.num_states))
         encoder = memory.encoder_rows or memory.encoder_length
         sizes = (*sizes, encoder) if encoder else sizes
         parts = (weights.graphdefs, weights.like, self._buckets, sizes)
@@ -323,7 +343,7 @@ class Functions:
             memory.cache = out[3]
         elif name == PUT:
             memory.state = function(memory.state, *arguments[1:])
-        elif name == COPY:
+        elif name in (COPY, STATES):
             memory.cache = function(memory.cache, *arguments[1:])
         elif name == PLACE:
             self._weights.put(function(self._weights.places, *arguments[1:]))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
-from ed_layers.cache import Cache, HybridCache, PagedCache
+from ed_layers.cache import Cache, HybridCache, PagedCache, RecurrentCache
 from ed_layers.cache.storage import zeros
 from ed_models.protocol import LanguageModel
 
@@ -27,6 +28,7 @@ class Memory:
         encoder_rows: number of rows of the table of encoder outputs; 0 = no table.
         encoder_features: number of columns of the table.
         encoder_length: encoder positions of a sequence of an encoder-decoder; None for others.
+        num_states: number of saved recurrent states; None = states are not copied.
 
     Attributes:
         encoded: table of encoder outputs [encoder_rows, encoder_features], or None.
@@ -45,7 +47,9 @@ class Memory:
         encoder_rows: int = 0,
         encoder_features: int = 0,
         encoder_length: int | None = None,
+        num_states: int | None = None,
     ) -> None:
+        self.num_states = num_states
         self.encoder_rows, self.encoder_length = encoder_rows, encoder_length
         self._encoder_features = encoder_features
         self.encoded: jax.Array | None = None
@@ -68,7 +72,7 @@ class Memory:
             cache = self._model.init_paged_cache(
                 pages,
                 self.page_size,
-                num_states=self.max_num_seqs,
+                num_states=self.max_num_seqs + (self.num_states or 0),
                 encoder_length=self.encoder_length,
             )
         # Committed like the outputs of a step: jit would trace again for an uncommitted array.
@@ -112,6 +116,12 @@ class Memory:
         arrays = (self.state, self.sums, self.encoded, recurrent)
         return sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
 
+    def saved_state_bytes(self) -> int:
+        """Return the bytes of all saved recurrent states over all devices."""
+        rows = self.max_num_seqs + (self.num_states or 0)
+        arrays = jax.tree.leaves([*get_recurrent_caches(self.cache).values()])
+        return sum(leaf.nbytes for leaf in arrays) // rows * (self.num_states or 0)
+
     # ---- placement of arrays
 
     @property
@@ -124,3 +134,23 @@ class Memory:
     def replicate_arrays(self, tree: Tree) -> Tree:
         """Replicate arrays over the devices."""
         return jax.device_put(tree, self.placement)
+
+
+def get_recurrent_caches(cache: Cache | None) -> dict[str, RecurrentCache]:
+    """Return the states of each group of recurrent layers."""
+    parts = cache.caches if isinstance(cache, HybridCache) else {}
+    return {name: part for name, part in parts.items() if isinstance(part, RecurrentCache)}
+
+
+def copy_states(cache: Cache, copies: jax.Array, count: jax.Array) -> Cache:
+    """Return a cache with copies of recurrent states. Runs on the device.
+
+    Args:
+        cache: pages, which do not change, and states.
+        copies: source and target of each copy; int32 [2, c].
+        count: number of used copies.
+    """
+    assert isinstance(cache, HybridCache), "recurrent layers have states"
+    recurrent = get_recurrent_caches(cache).items()
+    copied_caches = {name: part.copy_rows(copies, count) for name, part in recurrent}
+    return replace(cache, caches={**cache.caches, **copied_caches})

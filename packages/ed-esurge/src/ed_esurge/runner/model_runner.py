@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar, NoReturn, cast
 
@@ -18,6 +19,7 @@ from ed_esurge.config import NOTHING, Records
 from ed_esurge.core.plan import Moves, StepPlan
 from ed_esurge.grammars.store import Grammar, Grammars
 from ed_esurge.model import get_platform, get_vocab_size
+from ed_esurge.runner.adjustment import Adjustment, Line
 from ed_esurge.runner.batch import BatchBuilder
 from ed_esurge.runner.buckets import Buckets, StepShape
 from ed_esurge.runner.encoder import AT_ONCE, ItemEncoder, SlotEncoder
@@ -50,6 +52,7 @@ class ModelRunner:
         encoder_rows: number of rows of the table of encoder outputs; 0 = no table.
         items: the items of the encoder whose outputs are in the table.
         encoder_length: encoder positions of a sequence of an encoder-decoder; None for others.
+        num_states: number of saved recurrent states; None = states are not copied.
         records: what results contain in addition.
     """
 
@@ -71,10 +74,12 @@ class ModelRunner:
         encoder_rows: int = 0,
         items: EncoderItems | None = None,
         encoder_length: int | None = None,
+        num_states: int | None = None,
         records: Records = NOTHING,
     ) -> None:
         self.buckets, self.items = buckets, items
         self.page_size, self.num_pages = page_size, num_pages
+        self.num_states = num_states
         self.vocab_size = get_vocab_size(model)
         self.weights = ServedWeights(model)
         self.model = self.weights.model
@@ -86,6 +91,7 @@ class ModelRunner:
             encoder_rows=encoder_rows,
             encoder_features=0 if items is None else items.features,
             encoder_length=encoder_length,
+            num_states=num_states,
         )
         guides = Guides(grammars, max_num_seqs, self.vocab_size, self.memory.replicate_arrays)
         self._slots = SlotTables(
@@ -159,9 +165,14 @@ class ModelRunner:
         pages = [
             f"{count} pages" + f" of group {group}" * (group != "full") for group, count in counts
         ]
+        states = ""
+        if self.num_states:
+            gib = self.memory.saved_state_bytes() / 2**30
+            states = f"{self.num_states} saved states ({gib:.2f} GiB), "
         return (
             f"{' and '.join(pages) or 'no pages'} of {self.page_size} tokens "
-            f"({self.memory.cache_bytes() / 2**30:.2f} GiB), {len(self.buckets.shapes)} shapes"
+            f"({self.memory.cache_bytes() / 2**30:.2f} GiB), {states}"
+            f"{len(self.buckets.shapes)} shapes"
         )
 
     # ---- compiled functions
@@ -233,11 +244,26 @@ class ModelRunner:
         self.move(plan.moves)
         if plan.copies and memory.cache is not None:
             memory.cache = functions.with_copies(memory.cache, plan.copies)
+        if plan.restores and memory.cache is not None:
+            memory.cache = functions.with_state_copies(memory.cache, plan.restores)
         for _, _, line in adjusted:
             if line is not None:
                 memory.state = functions[PUT](memory.state, *line)
-        if plan.steps > 1:
-            return self._run_several(plan)
+        result = (
+            self._run_several(plan) if plan.steps > 1 else self._run_one(plan, leaves, adjusted)
+        )
+        if plan.saves and memory.cache is not None:
+            memory.cache = functions.with_state_copies(memory.cache, plan.saves)
+        return result
+
+    def _run_one(
+        self,
+        plan: StepPlan,
+        leaves: list[jax.Array],
+        adjusted: Sequence[tuple[Adjustment, int, Line | None]],
+    ) -> StepResult:
+        """Start a step with a program of its own."""
+        slots, functions, memory = self._slots, self.functions, self.memory
         scored = True in [row.scores for row in plan.rows]
         pooled = True in [row.pools for row in plan.rows]
         lines = plan.total if self.buckets.invariant else plan.lines

@@ -103,6 +103,11 @@ class Runner(Protocol):
         ...
 
     @property
+    def num_states(self) -> int | None:
+        """Number of saved recurrent states; None = states are not saved."""
+        ...
+
+    @property
     def vocab_size(self) -> int:
         """Size of the vocabulary."""
         ...

@@ -20,13 +20,14 @@ from ed_models.adapters.slots import slot_values
 from flax import nnx
 
 from ed_esurge.config import NOTHING, Records
+from ed_esurge.core.plan import StateCopies
 from ed_esurge.runner import filters
 from ed_esurge.runner.batch import BatchBuilder, StepInput
 from ed_esurge.runner.buckets import Buckets, StepShape
 from ed_esurge.runner.guides import Guides, words
 from ed_esurge.runner.hidden_states import pool_states, score_states
 from ed_esurge.runner.host_pages import PAGES_AT_ONCE, copy_pages
-from ed_esurge.runner.memory import Memory
+from ed_esurge.runner.memory import Memory, copy_states
 from ed_esurge.runner.row_numbers import OF_FILTERS, OF_SAMPLING, OF_STEP
 from ed_esurge.runner.sampler import (
     SamplerRows,
@@ -44,12 +45,14 @@ from ed_esurge.runner.weights import ServedWeights, abstract, with_adapter
 # - ("take", n), FILTER, ("merge", n): read, filter and write the masks of a few rows of a step;
 # - ("score", T), ("pool", T): read the hidden states of a step;
 # - PUT, PLACE: write a line of the sampler's state, or an adapter;
-# - COPY: copies a few pages.
+# - COPY: copies a few pages;
+# - STATES: copies recurrent states.
 ProgramKey = StepShape | tuple[str, int]
 PUT: ProgramKey = ("put", 0)
 PLACE: ProgramKey = ("place", 0)
 FILTER: ProgramKey = ("filter", filters.FILTER_ROWS)
 COPY: ProgramKey = ("copy", PAGES_AT_ONCE)
+STATES: ProgramKey = ("states", 0)
 
 
 class UncompiledFunctions:
@@ -124,6 +127,8 @@ class UncompiledFunctions:
             return jax.jit(self.count_traces(SamplerState.put), donate_argnums=0)
         if name == COPY:
             return jax.jit(self.count_traces(copy_pages), donate_argnums=0, out_shardings=cache)
+        if name == STATES:
+            return jax.jit(self.count_traces(copy_states), donate_argnums=0, out_shardings=cache)
         if name == PLACE:
             place_shardings = [leaf.sharding for leaf in self.weights.places]
             return jax.jit(
@@ -251,6 +256,12 @@ class UncompiledFunctions:
         groups = self.memory.num_pages
         return {group: np.zeros((2, PAGES_AT_ONCE), np.int32) for group in groups}
 
+    def numbers_of_state_copies(self, copies: StateCopies) -> tuple[np.ndarray, np.int32]:
+        """Return the arguments of `copy_states` after the cache."""
+        numbers = np.zeros((2, self.memory.max_num_seqs), np.int32)
+        numbers[:, : len(copies)] = np.array(copies, np.int32).reshape(-1, 2).T
+        return numbers, np.int32(len(copies))
+
     def arguments(self, name: ProgramKey) -> tuple[Any, ...]:
         """Return the abstract arguments of a function."""
         weights, memory = self.weights, self.memory
@@ -261,6 +272,8 @@ class UncompiledFunctions:
             return state, np.int32(0), line.astype(np.float32), line.astype(np.int32), mu
         if name == COPY:
             return cache, self.numbers_of_copies()
+        if name == STATES:
+            return cache, *self.numbers_of_state_copies(())
         if name == PLACE:
             values = jax.tree.leaves(slot_values(cast(nnx.Module, weights.model), {}))
             return abstract(weights.places), np.int32(1), values

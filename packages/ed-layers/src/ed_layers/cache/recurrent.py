@@ -86,6 +86,26 @@ class RecurrentCache:
         """Select rows of the cache; see `ContiguousCache.select_rows`."""
         return RecurrentCache({name: take_rows(x, rows) for name, x in self.states.items()})
 
+    def copy_rows(self, copies: Int[Array, "2 c"], count: Int[Array, ""]) -> RecurrentCache:
+        """Copy rows to other rows in all layers, one copy after another.
+
+        Args:
+            copies: source and target of each copy.
+            count: number of used copies.
+        """
+        axis, copies = 1 if self.layout == "stacked" else 0, jnp.asarray(copies)
+
+        def copy_one(number: Array, states: dict[str, jax.Array | tuple[jax.Array, ...]]):
+            source, target = copies[0, number], copies[1, number]
+
+            def put(array: jax.Array) -> jax.Array:
+                row = jax.lax.dynamic_slice_in_dim(array, source, 1, axis)
+                return jax.lax.dynamic_update_slice_in_dim(array, row, target, axis)
+
+            return jax.tree.map(put, states)
+
+        return RecurrentCache(jax.lax.fori_loop(0, count, copy_one, self.states))
+
     def get(
         self, layer: Layer, *, ragged: RaggedBatch | None = None, group: str = "recurrent"
     ) -> States:
