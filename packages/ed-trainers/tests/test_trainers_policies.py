@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_infra.errors import CheckpointError, ConfigError
+from ed_infra.inputs import Inputs
+from ed_infra.outputs import CausalLMOutput
 from ed_infra.testing import tiny_llama
 from ed_models.adapters.lora import has_lora
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
@@ -14,16 +16,19 @@ from ed_trainers import Models
 from ed_trainers.arguments import arguments_class
 from ed_trainers.losses.policy import (
     BONUS_ENTROPY,
+    Policy,
+    count_scored_rows,
     gamma_weights,
     select_near_completions,
     select_uncertain_tokens,
 )
-from ed_trainers.methods import nash_md
+from ed_trainers.methods import grpo, nash_md
 from ed_trainers.methods.cpo import shape_rewards
 from ed_trainers.methods.gkd import is_on_policy, separate_conversations
 from ed_trainers.online.entropy_control import EntropyControl
 from ed_trainers.online.model_rollout import ModelRollout
 from ed_trainers.online.phase import Phase
+from ed_trainers.options.groups import GRPO_LOSSES
 from ed_trainers.roles.value_head import NAME, VALUE_HEAD_FILE, value_head
 from ed_trainers.rollout import Weights
 from flax import nnx
@@ -309,6 +314,37 @@ def test_gamma_weights_are_those_of_the_formula_in_float64():
     )
     expected = np.exp(decay) * ratio**power * np.exp(-decay * ratio)
     np.testing.assert_allclose(computed, expected, rtol=2e-5)
+
+
+def test_row_without_a_reward_has_no_tokens_and_is_not_present():
+    rows = {"weights": np.ones((2, 3)), "present": np.ones(2), "scored": np.array([1.0, 0.0])}
+    counted = count_scored_rows(Inputs(rows))
+    assert counted["weights"].sum(-1).tolist() == [3, 0]
+    assert counted["present"].tolist() == [1, 0]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("loss_type", GRPO_LOSSES)
+def test_row_without_a_reward_counts_nowhere_in_the_policy_loss(loss_type):
+    random = np.random.default_rng(6)
+    arguments = arguments_class("grpo")(loss_type=loss_type, entropy_coef=0.1)
+    rows = {
+        name: jnp.asarray(random.uniform(0.5, 1.5, (4, 5)), jnp.float32)
+        for name in ("old_logps", "reference_logps", "logps", "entropy")
+    }
+    weights = jnp.asarray(np.arange(5) < [[5], [2], [3], [4]], jnp.float32)
+    scored = jnp.asarray([1.0, 0.0, 1.0, 0.0])
+    rows |= {"weights": weights, "scored": scored, "rewards": scored, "present": jnp.ones(4)}
+    rows |= {"advantages": jnp.asarray([0.5, 0.0, -0.5, 0.0]), "tokens": jnp.full(4, 4.0)}
+
+    def compute(rows):
+        batch = Inputs(rows)
+        policy = Policy(batch["logps"], batch["entropy"])
+        found = grpo.policy_loss(arguments, batch, CausalLMOutput(), policy)
+        return {name: float(m.value) for name, m in {**found.sums, **found.metrics}.items()}
+
+    of_scored = compute({name: array[::2] for name, array in rows.items()})
+    assert compute(rows) == pytest.approx(of_scored, rel=1e-5)
 
 
 def test_only_bad_completions_that_the_policy_left_do_not_count():

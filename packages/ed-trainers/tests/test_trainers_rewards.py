@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import math
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
-from ed_infra.errors import ConfigError
+from ed_infra.errors import ConfigError, EasyDeLError
 from ed_trainers.online.completions import Completions
 from ed_trainers.online.scorer import Scores
 from ed_trainers.options.groups import RLVRArguments
 from ed_trainers.rewards import RewardError, Rewards, list_fields
+from ed_trainers.rewards.programs import ProgramTest, extract_program, read_program_tests
 from ed_trainers.rewards.rules import RULES, last_number, parse_number, stated_answer
 from online_runs import words
 from pydantic import ValidationError
@@ -207,3 +212,206 @@ def test_keys_of_rlvr_are_rules_with_weights():
     ]:
         with pytest.raises(ValidationError, match=said):
             RLVRArguments(**wrong)
+
+
+def test_penalties_of_length_and_repetition_are_those_of_their_papers():
+    ids = [[1] * n for n in (10, 80, 90, 100, 500)]
+    texts = [""] * len(ids)
+    penalties = RULES["overlong"](texts, completion_ids=ids, longest=100, margin=20)
+    assert penalties == [0, 0, -0.5, -1, -1]
+    ids = [[1, 2, 3, 4], [5, 5, 5, 5, 5], [5]]
+    repeated = RULES["repetition"](texts, completion_ids=ids, size=2)
+    assert repeated == pytest.approx([0, -0.75, 0])
+
+
+@pytest.mark.nightly
+def test_penalties_equal_those_of_trl():
+    pytest.importorskip("trl")
+    from trl.rewards import get_repetition_penalty_reward, get_soft_overlong_punishment
+
+    random = np.random.default_rng(0)
+    ids = [random.integers(0, 9, n).tolist() for n in random.integers(1, 60, 50)]
+    texts = [""] * len(ids)
+    theirs = get_soft_overlong_punishment(40, 15)(ids)
+    assert RULES["overlong"](texts, completion_ids=ids, longest=40, margin=15) == theirs
+    theirs = get_repetition_penalty_reward(2, -0.5)(ids)
+    ours = RULES["repetition"](texts, completion_ids=ids, size=2, penalty=-0.5)
+    assert ours == pytest.approx(theirs)
+
+
+def test_layouts_of_tests_of_programs_are_read():
+    pair = [ProgramTest(text="1", output="2")]
+    assert read_program_tests("assert f(1) == 2") == [ProgramTest("assert f(1) == 2")]
+    assert read_program_tests(["a", "b"]) == [ProgramTest("a"), ProgramTest("b")]
+    assert read_program_tests([{"input": 1, "output": 2}]) == pair
+    assert read_program_tests({"inputs": ["1"], "outputs": ["2"]}) == pair
+    assert read_program_tests('{"inputs": ["1"], "outputs": ["2"]}') == pair
+    assert read_program_tests("[f(1), 2][0]") == [ProgramTest("[f(1), 2][0]")]
+    for tests, message in [
+        (3, "are no tests"),
+        ([3], "are no tests"),
+        ({"inputs": ["1"]}, "are no tests"),
+        ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
+        (["a"] * 257, "the maximum is 256"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            read_program_tests(tests)
+    assert extract_program("a\n```python\nx = 1\n```\nand\n```\ny = 2\n") == "y = 2\n"
+    assert extract_program("x = 1") == "x = 1"
+
+
+@pytest.mark.nightly
+def test_programs_are_scored_by_the_tests_that_they_pass():
+    fence = "```python\n{}\n```"
+    texts = [
+        fence.format("def f(x):\n    return 2 * x"),
+        fence.format("def f(x):\n    return 2"),
+        fence.format("import os\nos._exit(0)"),
+        fence.format("while True: pass"),
+        "no program at all",
+        "anything",
+    ]
+    tests = ["assert f(1) == 2", "assert f(3) == 6"]
+    rows = [tests] * 5 + [None]
+    run = RULES["code"]
+    assert run(texts, tests=rows, seconds=2.0) == [1, 0.5, 0, 0, 0, None]
+    assert run(texts[:2], tests=rows[:2], seconds=5.0, all_tests=True) == [1, 0]
+    spoken = [{"input": "3\n", "output": "6"}, {"input": "4", "output": "9"}]
+    doubled = "n = int(input())\nprint(2 * n)"
+    assert run([doubled], cases=[spoken], field="cases") == [0.5]
+    too_long = "x = 1\n" * 20_000
+    assert run([too_long], tests=[["assert x"]]) == [0]
+
+
+class JudgeServer(BaseHTTPRequestHandler):
+    """A judge that gives the next of its replies: a text, or a status."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        server = self.server
+        server.asked.append((body, self.headers["Authorization"]))
+        reply = server.replies.pop(0)
+        status = reply if isinstance(reply, int) else 200
+        text = json.dumps({"choices": [{"message": {"content": reply}}]}).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.send_header("Retry-After", "0")
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def judge_server():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), JudgeServer)
+    server.asked, server.replies = [], []
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def ask(server, texts, **settings):
+    given = {"url": f"http://127.0.0.1:{server.server_port}/v1", "model": "m", "parallel": 1}
+    prompts = [[{"role": "user", "content": "1 + 1?"}]] * len(texts)
+    return RULES["judge"](prompts, texts, **given, **settings)
+
+
+def test_judge_scores_completions_and_remembers_them(judge_server, tmp_path, monkeypatch):
+    monkeypatch.setenv("KEY", "secret")
+    settings = {"cache": str(tmp_path / "judge.jsonl"), "api_key_variable": "KEY"}
+    settings |= {"reference": "right", "right": ["2"] * 3}
+    judge_server.replies += ['thoughts {"score": 3}', '{"score": "10"}']
+    assert ask(judge_server, ["two", "2", "two"], **settings) == [0.3, 1, 0.3]
+    (body, key), _ = judge_server.asked
+    question = body["messages"][0]["content"]
+    assert key == "Bearer secret" and body["temperature"] == 0
+    assert "user: 1 + 1?" in question and "two" in question and "2\n</reference>" in question
+    # Another process reads the file.
+    from ed_trainers.rewards.judges import get_judge
+
+    get_judge.cache_clear()
+    assert ask(judge_server, ["2", "two", "2"], **settings) == [1, 0.3, 1]
+    assert len(judge_server.asked) == 2
+
+
+def test_rubric_is_the_weighted_mean_of_its_criteria(judge_server):
+    rubric = {"It is right.": 3.0, "It is short.": 1.0}
+    judge_server.replies += ['{"1": 5, "2": 1}', '{"1": 5}']
+    given = {"rubric": rubric, "lowest": 1.0, "highest": 5.0, "retries": 0}
+    assert ask(judge_server, ["x", "y"], **given) == [0.75, None]
+    question = judge_server.asked[0][0]["messages"][0]["content"]
+    assert "1. It is right.\n2. It is short." in question
+
+
+def test_judge_without_an_answer_gives_no_reward(judge_server, monkeypatch, capsys):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    judge_server.replies += [503, '{"score": 11}', '{"score": 5}']
+    assert ask(judge_server, ["a"], retries=2) == [0.5]
+    judge_server.replies += ["no score", '{"score": true}']
+    assert ask(judge_server, ["b"], retries=1) == [None]
+    assert "no valid answer for 1 of 1 completions" in capsys.readouterr().out
+    judge_server.replies += ['{"score": 5}']
+    assert ask(judge_server, ["c", "d", "e"], max_requests=1) == [0.5, None, None]
+    assert "had its 1 requests" in capsys.readouterr().out
+    assert not judge_server.replies
+
+
+def test_judge_that_refuses_stops_the_run(judge_server):
+    judge_server.replies += [401]
+    given = {"url": f"http://127.0.0.1:{judge_server.server_port}/v1", "model": "refused"}
+    rewards = Rewards([{"judge": given}])
+    with pytest.raises(RewardError, match="refused a request with status 401"):
+        rewards(some(["a"]))
+    for settings, message in [
+        ({"question": "Is it good?"}, "needs \\$completion"),
+        ({"question": "$completion $answer"}, "may have"),
+        ({"highest": 0.0}, "is not above lowest"),
+        ({"api_key_variable": "NO_SUCH_KEY"}, "NO_SUCH_KEY"),
+    ]:
+        with pytest.raises(EasyDeLError, match=message):
+            ask(judge_server, ["x"], **settings)
+    with pytest.raises(ConfigError, match="is no address of a server"):
+        RULES["judge"](["p"], ["x"], url="localhost", model="m")
+
+
+def test_math_verify_names_its_missing_package(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"ed-trainers\[math\]"):
+        check("math_verify", r"\boxed{1}", "1")
+
+
+@pytest.mark.nightly
+def test_math_verify_compares_values_and_ends_at_its_limit():
+    pytest.importorskip("math_verify")
+    cases = [
+        (r"$\boxed{\frac{2}{4}}$", "0.5", 1),
+        (r"\boxed{x(x+1)}", "$x^2+x$", 1),
+        (r"\boxed{x(x-1)}", "$x^2+x$", 0),
+        (r"\boxed{(0, 1]}", r"$\left(0, 1\right]$", 1),
+        (r"\boxed{[0, 1]}", r"$\left(0, 1\right]$", 0),
+        (r"\boxed{\sqrt{8}}", r"$2\sqrt{2}$", 1),
+        (r"\boxed{\{1, 2\}}", r"$\{2, 1\}$", 1),
+        ("no formula", "$3$", 0),
+        (r"\boxed{3}", None, None),
+    ]
+    texts, answers, rewards = zip(*cases, strict=True)
+    assert RULES["math_verify"](texts, answer=answers) == list(rewards)
+    slow = [r"\boxed{9^{9^{9^{9^{9}}}}}", r"\boxed{1}"]
+    assert RULES["math_verify"](slow, answer=["$1$", "$1$"], seconds=1.0) == [0, 1]
+
+
+@pytest.mark.nightly
+def test_math_verify_equals_the_reward_of_trl():
+    pytest.importorskip("math_verify")
+    pytest.importorskip("trl")
+    from trl.rewards import accuracy_reward
+
+    texts = [r"so \boxed{\frac{1}{3}}", r"\boxed{0.333}", r"\boxed{5\text{ cm}}", "$7$", "8"]
+    answers = [r"\frac{1}{3}", r"\frac{1}{3}", "$5$", "$7$", "$8$"]
+    chats = [[{"role": "assistant", "content": text}] for text in texts]
+    assert RULES["math_verify"](chats, answer=answers) == accuracy_reward(chats, answers)

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from ed_infra.errors import ConfigError
 
+from ed_trainers import user_code
 from ed_trainers.environments.sandbox import Sandbox, SandboxResult
-from ed_trainers.rewards import user_code
 
 __all__ = ["Environment", "EnvironmentReply", "Sandbox", "SandboxResult", "environment_class"]
 

@@ -253,6 +253,14 @@ def select_near_completions(
     return ((advantages >= 0) | (mean <= threshold)).astype(jnp.float32)
 
 
+def count_scored_rows(batch: Batch) -> Batch:
+    """Return a batch in which rows without a reward have no tokens and are not present."""
+    scored = batch["scored"]
+    return batch.replace(
+        weights=batch["weights"] * scored[:, None], present=batch["present"] * scored
+    )
+
+
 def row_metrics(batch: Batch, policy: Policy) -> dict[str, Metric]:
     """Return the reward of the rows and the entropy of their tokens."""
     weights, scored = batch["weights"], batch["scored"]

@@ -33,6 +33,7 @@ from ed_trainers.losses.policy import (
     Policy,
     Truncation,
     clip_metrics,
+    count_scored_rows,
     gamma_weights,
     old_logps,
     row_metrics,
@@ -214,8 +215,8 @@ def group_rows(
 ) -> PhaseRows:
     """Return one row per completion, with the arrays of `ask`, and figures for the log.
 
-    `advantages` [n] is 0 for a completion without a reward, `present` [n] is 1, and `tokens` [n] is
-    the mean number of counted tokens of the generation.
+    `advantages` [n] and `scored` [n] are 0 for a completion without a reward, `present` [n] is 1,
+    and `tokens` [n] is the mean number of counted tokens of the completions with a reward.
 
     Args:
         run: the run of the method.
@@ -246,12 +247,13 @@ def group_rows(
     flat_advantages = advantages(run, groups, row_arrays).reshape(-1)
     figures = scores.figures()
     figures["frac_reward_zero_std"] = float(np.mean(nanstd(groups) < 1e-8))
+    counted_tokens = row_arrays["weights"][reward_mask].sum()
     row_arrays |= {
         "advantages": np.where(reward_mask, np.nan_to_num(flat_advantages), 0).astype(np.float32),
         "rewards": np.where(reward_mask, scores.total, 0).astype(np.float32),
         "scored": reward_mask.astype(np.float32),
         "present": np.ones(count, np.float32),
-        "tokens": np.full(count, row_arrays["weights"].sum() / count, np.float32),
+        "tokens": np.full(count, counted_tokens / max(reward_mask.sum(), 1), np.float32),
     }
     if number != HELD_OUT:
         run.equal_rewards.check(row_arrays["rewards"], figures["frac_reward_zero_std"] == 1)
@@ -312,7 +314,11 @@ def compute_learner_policy(
 def policy_loss(
     arguments: GRPOArguments, batch: Batch, output: CausalLMOutput, policy: Policy
 ) -> Loss:
-    """Return the loss of rows from the learner's output and figures of their tokens."""
+    """Return the loss of rows from the learner's output and figures of their tokens.
+
+    A row without a reward counts nowhere: neither in the losses nor in their divisors.
+    """
+    batch = count_scored_rows(batch)
     weights = batch["weights"]
     tokens = jnp.sum(weights, axis=-1)
     advantages = batch["advantages"][:, None]

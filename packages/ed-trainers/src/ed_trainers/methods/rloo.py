@@ -14,7 +14,12 @@ import numpy as np
 
 from ed_trainers.arguments import METHODS
 from ed_trainers.contract import Batch, Loss, Models
-from ed_trainers.losses.policy import clip_metrics, old_logps, row_metrics
+from ed_trainers.losses.policy import (
+    clip_metrics,
+    count_scored_rows,
+    old_logps,
+    row_metrics,
+)
 from ed_trainers.methods.grpo import GROUP_COLUMNS, GroupRun, group_rows, nanmean, nanstd
 from ed_trainers.online.completions import Completions
 from ed_trainers.online.phase import PhaseRows, compute_policy, online_method
@@ -74,6 +79,7 @@ def _advantages(
 
 def loss(run: GroupRun[RLOOArguments], models: Models, batch: Batch, key: jax.Array | None) -> Loss:
     """Return the clipped loss of each completion, summed over the completions."""
+    batch = count_scored_rows(batch)
     arguments, weights = run.arguments, batch["weights"]
     output, policy = compute_policy(run, models.learner, batch, key)
     log_ratios = (policy.logps - old_logps(batch, policy)) * weights

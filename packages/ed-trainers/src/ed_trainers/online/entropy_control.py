@@ -21,10 +21,6 @@ class EntropyControl:
 
     Args:
         options: the bounds and the target.
-
-    Attributes:
-        coefficient: the weight of a step whose predecessor had at most the target as its entropy.
-        entropy: entropy of the newest step, infinite before the first one.
     """
 
     def __init__(self, options: GRPOArguments):

@@ -137,7 +137,8 @@ class RewardedArguments(Options):
     reward_functions: RewardNames = ()
     """Functions that score completions: `path/file.py:function` or `module:function`, searched in
     the folder of the run file and in the working directory; a rule (`exact`, `number`, `regex`,
-    `math_answer`, `format`, `length`); or an entry point of `easydel.rewards`. Settings are written
+    `math_answer`, `math_verify`, `code`, `judge`, `format`, `length`, `overlong`, `repetition`); or
+    an entry point of `easydel.rewards`. Settings are written
     as `{NAME: {setting: value}}`. The model of the section `reward_model` is the last reward."""
     reward_weights: tuple[float, ...] | None = None
     """Weight of each reward; the weight of the reward model is the last. None: 1 each."""

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast, get_type_hints
 from ed_infra.errors import ConfigError, EasyDeLError, unknown_name
 from pydantic import TypeAdapter, ValidationError
 
+from ed_trainers import user_code
 from ed_trainers.options.online import RewardName
-from ed_trainers.rewards import user_code
 from ed_trainers.rewards.rules import RULES
 
 if TYPE_CHECKING:

@@ -1,5 +1,5 @@
-"""Rewards of rules: 1 for a correct completion, 0 for a wrong one, None without an answer; `length`
-has values between.
+"""Rewards of rules: 1 for a correct completion, 0 for a wrong one, None without an answer; some
+rules have values between, and penalties are below 0.
 
 Each rule is a reward function. Its further parameters are its settings in a run file, as in
 `reward_functions: [{regex: {pattern: "^yes"}}]`. `field` is the field of a row that contains the
@@ -8,6 +8,7 @@ correct answer.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
@@ -31,6 +32,7 @@ def _compiles(pattern: str) -> str:
     return pattern
 
 
+_Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Pattern = Annotated[str, AfterValidator(_compiles)]
 
 
@@ -134,6 +136,161 @@ def math_answer(
     return _each(right, completions, fields, field)
 
 
+def _verify_math(
+    completions: Sequence[Any],
+    *,
+    field: str = "answer",
+    seconds: _Seconds = 5.0,
+    **fields: object,
+) -> list[float | None]:
+    """Return whether the LaTeX of a completion has the value of the answer, by `math-verify`:
+    expressions, sets, intervals, matrices and units. The answer must be LaTeX.
+
+    Args:
+        seconds: time limit of a comparison, after which the reward is 0.
+    """
+    from ed_trainers.rewards.math_process import compare_answers
+
+    answers = [None if answer is None else str(answer) for answer in _get_field(fields, field)]
+    return compare_answers([text_of(one) for one in completions], answers, seconds)
+
+
+def _run_code(
+    completions: Sequence[Any],
+    *,
+    field: str = "tests",
+    all_tests: bool = False,
+    seconds: _Seconds = 5.0,
+    memory_mib: Annotated[int, Field(ge=64, le=1_048_576)] = 512,
+    parallel: Annotated[int, Field(ge=1, le=256)] = 4,
+    **fields: object,
+) -> list[float | None]:
+    """Return the share of the tests of the row that the program of a completion passes, in a
+    sandbox. The program is the last fenced block.
+
+    Args:
+        all_tests: 1 if all tests pass, otherwise 0.
+        seconds: time limit of a test.
+        memory_mib: memory of a program.
+        parallel: number of programs that run at the same time.
+    """
+    from ed_trainers.environments.sandbox import Sandbox
+    from ed_trainers.rewards.programs import score_programs
+
+    return score_programs(
+        [text_of(one) for one in completions],
+        _get_field(fields, field),
+        sandbox=Sandbox(seconds=seconds, memory=memory_mib * 2**20),
+        parallel=parallel,
+        all_tests=all_tests,
+    )
+
+
+def _judge(
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    *,
+    url: str,
+    model: str,
+    question: str | None = None,
+    rubric: dict[str, Annotated[float, Field(gt=0, le=1e6)]] | None = None,
+    lowest: float = 0.0,
+    highest: float = 10.0,
+    reference: str | None = None,
+    api_key_variable: str | None = None,
+    parameters: dict[str, Any] | None = None,
+    timeout: _Seconds = 60.0,
+    retries: Annotated[int, Field(ge=0, le=100)] = 3,
+    parallel: Annotated[int, Field(ge=1, le=1024)] = 16,
+    max_requests: Annotated[int, Field(ge=1)] | None = None,
+    cache: str | None = None,
+    **fields: object,
+) -> list[float | None]:
+    """Return the score of a judge, from 0 to 1: a model behind a server with OpenAI's interface.
+
+    Args:
+        url: the server, such as `http://localhost:8000/v1`.
+        model: name of the model.
+        question: template with `$prompt`, `$completion`, `$reference`, `$rubric` and `$reply`.
+        rubric: criteria with their weights, each scored on its own.
+        lowest: lowest score of the judge.
+        highest: highest score of the judge.
+        reference: field of a row with a right answer, which the judge sees.
+        api_key_variable: environment variable with the key of the server; None: no key.
+        parameters: further fields of a request, such as `{max_tokens: 512}`.
+        timeout: seconds that a request may take.
+        retries: number of repetitions of a request.
+        parallel: number of requests at the same time.
+        max_requests: maximum number of requests of the run.
+        cache: file that keeps the answers.
+    """
+    from ed_trainers.rewards.judges import QUESTION, JudgeSettings, get_judge
+
+    settings = JudgeSettings(
+        url=url,
+        model=model,
+        question=QUESTION if question is None else question,
+        rubric=tuple((rubric or {}).items()),
+        lowest=lowest,
+        highest=highest,
+        api_key_variable=api_key_variable,
+        parameters=json.dumps(parameters or {}, sort_keys=True),
+        timeout=timeout,
+        retries=retries,
+        parallel=parallel,
+        max_requests=max_requests,
+        cache=cache,
+    )
+    answers = [None] * len(completions) if reference is None else _get_field(fields, reference)
+    return get_judge(settings).score(
+        [_format_prompt(prompt) for prompt in prompts],
+        [text_of(one) for one in completions],
+        [None if answer is None else str(answer) for answer in answers],
+    )
+
+
+def _penalize_length(
+    completions: Sequence[Any],
+    completion_ids: Sequence[Sequence[int]],
+    *,
+    longest: Annotated[int, Field(ge=1, le=10_000_000)],
+    margin: Annotated[int, Field(ge=1, le=10_000_000)],
+    **fields: object,
+) -> list[float | None]:
+    """Return DAPO's penalty of long completions (arXiv:2503.14476, eq. 13): 0 up to `longest` -
+    `margin` tokens, falling to -1 at `longest`.
+
+    Args:
+        longest: number of tokens with the reward -1.
+        margin: number of tokens before `longest` in which the reward falls.
+    """
+    begin = longest - margin
+    return [float(max(min((begin - len(ids)) / margin, 0.0), -1.0)) for ids in completion_ids]
+
+
+def _penalize_repetition(
+    completions: Sequence[Any],
+    completion_ids: Sequence[Sequence[int]],
+    *,
+    size: Annotated[int, Field(ge=1, le=1000)] = 3,
+    penalty: Annotated[float, Field(ge=-1e6, le=0)] = -1.0,
+    **fields: object,
+) -> list[float | None]:
+    """Return a penalty of repeated sequences of tokens (arXiv:2502.03373): their share times
+    `penalty`.
+
+    Args:
+        size: number of tokens of a sequence.
+        penalty: the reward of a completion that only repeats.
+    """
+    rewards: list[float | None] = []
+    for ids in completion_ids:
+        count = len(ids) - size + 1
+        distinct = len({tuple(ids[i : i + size]) for i in range(count)})
+        rewards.append((1 - distinct / count) * penalty if count > distinct else 0.0)
+    return rewards
+
+
 #: Name in a run file -> rule.
 RULES: Mapping[str, Callable[..., list[float | None]]] = {
     "exact": exact,
@@ -142,6 +299,11 @@ RULES: Mapping[str, Callable[..., list[float | None]]] = {
     "math_answer": math_answer,
     "format": format_rule,
     "length": length_rule,
+    "overlong": _penalize_length,
+    "repetition": _penalize_repetition,
+    "math_verify": _verify_math,
+    "code": _run_code,
+    "judge": _judge,
 }
 
 
@@ -159,6 +321,13 @@ def text_of(completion: object) -> str:
         "this rule reads text, but the completions are token ids: pass a processing_class to the "
         "trainer, and prompts that are texts or chats"
     )
+
+
+def _format_prompt(prompt: object) -> str:
+    """Return the text of a prompt; the messages of a conversation with their roles."""
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
+        return "\n\n".join(f"{one.get('role')}: {one.get('content', '')}" for one in prompt)
+    return text_of(prompt)
 
 
 def last_number(text: str) -> Fraction | None:
@@ -236,12 +405,21 @@ def _each(
     fields: Mapping[str, Any],
     field: str,
 ) -> list[float | None]:
+    return [
+        None if answer is None else float(right(text_of(one), str(answer)))
+        for one, answer in zip(completions, _get_field(fields, field), strict=True)
+    ]
+
+
+def _get_field(fields: Mapping[str, Any], field: str) -> Sequence[Any]:
+    """Return the values of a field of the rows.
+
+    Raises:
+        KeyError: the rows do not have the field.
+    """
     if field not in fields:
         raise KeyError(
             f"the rows of data have no field {field!r}: name it in additional_fields of the "
             "inform, or set field"
         )
-    return [
-        None if answer is None else float(right(text_of(one), str(answer)))
-        for one, answer in zip(completions, fields[field], strict=True)
-    ]
+    return fields[field]

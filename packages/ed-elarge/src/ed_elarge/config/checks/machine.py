@@ -29,8 +29,9 @@ from ed_infra.errors import (
 )
 from ed_infra.package_files import find_package_file, is_package_address
 from ed_infra.specs import KEPT_CODES
+from ed_trainers import user_code
 from ed_trainers.options.online import RewardedArguments, RewardName, SelfPlayArguments
-from ed_trainers.rewards import check_name, user_code, wrong_settings
+from ed_trainers.rewards import check_name, wrong_settings
 from ed_trainers.rewards.rules import RULES
 
 from ed_elarge.config import architectures
