@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
 import subprocess
 
 import pytest
+from easydel._found import list_names
+from easydel._table import NAMES
 from ed_elarge.config.architectures import list_architectures
 
+from tools import easydel_stub
 from tools.easydel_types import ELSEWHERE, SAME_TYPES, families, type_table
 
 #: Prints the model types that an installed EasyDeL registers, as JSON.
@@ -37,6 +41,19 @@ def test_table_names_every_model_type_once() -> None:
     first_cells = [line.split("|")[1] for line in type_table()[2:]]
     names = re.findall(r"`([^`]+)`", "".join(first_cells))
     assert sorted(names) == sorted([*SAME_TYPES, *ELSEWHERE])
+
+
+def test_stub_of_the_umbrella_has_its_names() -> None:
+    text = easydel_stub.FILE.read_text("utf-8")
+    assert text == easydel_stub.write_stub(), "run: uv run python -m tools.easydel_stub"
+    nodes = ast.parse(text).body
+    targets = [node.targets[0] for node in nodes if isinstance(node, ast.Assign)]
+    targets += [node.target for node in nodes if isinstance(node, ast.AnnAssign)]
+    # A stub exports an import only if its name does not change.
+    imports = [one for node in nodes if isinstance(node, ast.ImportFrom) for one in node.names]
+    names = {ast.unparse(one) for one in targets}
+    names |= {one.name for one in imports if one.name == one.asname}
+    assert {*NAMES, *list_names()} <= names
 
 
 @pytest.mark.nightly

@@ -1,28 +1,16 @@
 """The umbrella package: `import easydel as ed` exports the names of the seven packages lazily.
 
 A package is imported at the first use of one of its names. `easydel._table` lists all names and
-module paths.
+module paths. `tools.easydel_stub` writes them to `__init__.pyi`, which type checkers read.
 """
-
-# pyright: reportWildcardImportFromLibrary=false
 
 from __future__ import annotations
 
 from importlib import metadata
-from typing import TYPE_CHECKING
 
 from ed_elarge.import_paths import add_modules
 
 from easydel import _table
-
-if TYPE_CHECKING:
-    from ed_data import *  # noqa: F403
-    from ed_elarge import *  # noqa: F403
-    from ed_esurge import *  # noqa: F403
-    from ed_infra import *  # noqa: F403
-    from ed_layers import *  # noqa: F403
-    from ed_models import *  # noqa: F403
-    from ed_trainers import *  # noqa: F403
 
 
 def _refuse_the_other_easydel() -> None:

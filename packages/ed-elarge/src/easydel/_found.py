@@ -29,6 +29,14 @@ _TASKS = {
     "ForQuestionAnswering": "question-answering",
     "ForMultipleChoice": "multiple-choice",
 }
+#: End of the name of a derived class -> the class of its task, which type checkers know.
+DERIVED_CLASSES = {
+    "ForSequenceClassification": "ed_models.tasks.classification:SequenceClassifier",
+    "ForEmbedding": "ed_models.tasks.embedding:Embedder",
+    "ForTokenClassification": "ed_models.tasks.encoders:TokenClassifier",
+    "ForQuestionAnswering": "ed_models.tasks.encoders:QuestionAnswerer",
+    "ForMultipleChoice": "ed_models.tasks.encoders:MultipleChoice",
+}
 #: End of the name of a registered class -> ends of the names that the registry derives from it.
 _DERIVED = {
     "ForCausalLM": ("ForSequenceClassification", "ForEmbedding"),
