@@ -155,3 +155,21 @@ def test_adapters_of_whisper_train_from_a_run_file(
     ]
     samples = np.asarray(soundfile.read(at_16_khz(file, tmp_path))[0], np.float32)
     assert load_transcriber("adapted/model", **FLOAT32).transcribe(samples).text
+
+
+@pytest.mark.nightly
+def test_summary_has_the_error_rates_of_an_evaluation_that_transcribes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(EXAMPLES / "data" / "notes", tmp_path / "examples" / "data" / "notes")
+    rates = {}
+    for name in ("asked", "default"):
+        values = example("whisper", max_training_steps=30, save_directory=name)
+        del values["trainer"]["generation_max_length"]
+        if name == "default":
+            del values["trainer"]["predict_with_generate"]
+        assert ("eval_wer" in run(values)) is (name == "asked")
+        metrics = json.loads(Path(name, "summary.json").read_text())["metrics"]
+        rates[name] = metrics["eval_wer"], metrics["eval_cer"]
+    assert rates["default"] == rates["asked"]

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+import yaml
+from ed_elarge.actions import execution
 from ed_elarge.actions.summary import Summary
+from ed_elarge.config.nodes import parse_yaml
+from ed_elarge.config.normalize import normalize
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 def test_the_summary_shows_the_progress_figures_of_the_method_and_the_perplexity() -> None:
@@ -30,3 +39,34 @@ def test_the_summary_shows_the_progress_figures_of_the_method_and_the_perplexity
         ("held-out loss", "0.0000"),
         ("held-out perplexity", "3.0000"),
     ]
+
+
+def test_error_rates_of_transcripts_are_rows_of_the_summary() -> None:
+    summary = Summary()
+    summary.metrics = {"steps": 3.0, "train_loss": 1.0, "eval_wer": 0.125, "eval_cer": 0.0312}
+    rows = {name: value for name, value, _ in summary._rows()}
+    assert rows["held-out word error rate"] == "12.5%"
+    assert rows["held-out character error rate"] == "3.1%"
+
+
+@pytest.mark.parametrize(
+    ("option", "metrics", "expected"),
+    [
+        ({}, {}, True),
+        ({}, {"eval_wer": 0.5}, False),
+        ({"predict_with_generate": False}, {}, False),
+    ],
+)
+def test_summary_of_a_speech_model_needs_error_rates(
+    option: dict[str, bool], metrics: dict[str, float], expected: bool
+) -> None:
+    document = yaml.safe_load((EXAMPLES / "whisper.yaml").read_text())
+    del document["trainer"]["predict_with_generate"], document["trainer"]["generation_max_length"]
+    document["trainer"] |= option
+    run = normalize(parse_yaml(yaml.safe_dump(document), "run.yaml"))
+    assert execution._needs_error_rates(run, metrics) is expected
+
+
+def test_summary_of_a_text_model_needs_no_error_rates() -> None:
+    run = normalize(parse_yaml((EXAMPLES / "sft.yaml").read_text(), "run.yaml"))
+    assert not execution._needs_error_rates(run, {})

@@ -6,7 +6,7 @@ import logging
 import os
 import pkgutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,10 @@ from ed_elarge.model import eLargeModel
 
 if TYPE_CHECKING:
     from ed_data.batches.loader import Loader, StreamLoader
+
+
+#: Held-out recordings that are transcribed for the summary without `predict_with_generate`.
+MOST_TRANSCRIPTS = 32
 
 
 @dataclass
@@ -181,6 +185,29 @@ def train_session(session: Session, options: NoOptions) -> None:
         summary.heldout = heldout_metrics.measure_heldout(
             elm.part("model"), batches, elm.build_tokenizer()
         )
+
+    if held_out is not None and _needs_error_rates(elm.config, summary.metrics):
+        summary.metrics |= _measure_transcripts(elm, held_out)
+
+
+def _needs_error_rates(run: RunConfig, metrics: Mapping[str, float]) -> bool:
+    """Return whether the model transcribes, and the last evaluation has no word error rate."""
+    is_refused = run.trainer is not None and "predict_with_generate" in run.trainer.model_fields_set
+    speaks = run.task == TaskType.SPEECH_SEQUENCE_TO_SEQUENCE
+    return speaks and "eval_wer" not in metrics and not is_refused
+
+
+def _measure_transcripts(elm: eLargeModel, held_out: Loader | StreamLoader) -> dict[str, float]:
+    """Return the error rates of the first held-out recordings."""
+    from ed_trainers.methods.transcripts import count_errors
+
+    from ed_elarge.building.engines import speech_processor
+
+    batches = _with_progress(held_out, "transcribing held-out recordings")
+    rates = count_errors(
+        elm.part("model"), batches, speech_processor(elm), limit=MOST_TRANSCRIPTS
+    ).rates()
+    return {f"eval_{name}": rate for name, rate in rates.items()}
 
 
 def _with_progress(loader: Loader | StreamLoader, description: str) -> Iterable[Any]:

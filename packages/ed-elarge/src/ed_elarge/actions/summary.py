@@ -41,6 +41,8 @@ _NOT_SERVED = (
 )
 
 
+#: Error rates of transcripts: name of the metric -> name in the table.
+_ERROR_RATES = {"wer": "word error rate", "cer": "character error rate"}
 #: A data set of the hub.
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 #: Characters of a text in the table of answers.
@@ -225,6 +227,11 @@ class Summary:
             rows += [
                 (f"held-out {n}", f"{self.metrics[f'eval_{n}']:.4f}", "") for n in metric_names
             ]
+        rows += [
+            (f"held-out {label}", f"{self.metrics[f'eval_{name}']:.1%}", "")
+            for name, label in _ERROR_RATES.items()
+            if f"eval_{name}" in self.metrics
+        ]
         if heldout is not None:
             of = f"nats per token, over {heldout.tokens:,} held-out tokens"
             rows += [

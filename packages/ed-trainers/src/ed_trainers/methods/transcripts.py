@@ -49,36 +49,67 @@ class Transcripts:
 
     def rates(self, batches: Iterable[HostBatch], state: EasyDeLState) -> dict[str, float]:
         """Return `wer` and `cer`; empty without `predict_with_generate`."""
-        rates = ErrorRates()
-        model = cast(Any, state.model) if self.active else None
-        for batch in batches if self.active else ():
-            labels = np.asarray(batch["labels"])
-            for row, tokens in zip(labels, self.transcribe(model, batch), strict=True):
-                if (row >= 0).any():
-                    rates.add(self.text(row[row >= 0]), self.text(tokens))
-        return rates.rates()
+        if not self.active:
+            return {}
+        return count_errors(cast(Any, state.model), batches, self.tokenizer, self.most).rates()
 
-    def transcribe(self, model: Any, batch: HostBatch) -> list[list[int]]:
-        """Return the tokens of each transcript: greedy, with the tokens that begin it."""
-        names = [name for name in model.input_names if not name.startswith("decoder_")]
-        stored = json.loads(model.generation_json) if model.generation_json else {}
-        start = stored.get("decoder_start_token_id")
-        if start is None:
-            start = special_token(model.config, "decoder_start_token_id")
-        prefix = getattr(self.tokenizer, "prefix_tokens", None) or [start]
-        rows = len(batch["labels"])
-        longest = self.most or longest_sequence(model.config) or 448
-        output = model.generate(
-            inputs={name: np.asarray(batch[name]) for name in names if name in batch},
-            decoder_input_ids=[list(prefix)] * rows,
-            max_new_tokens=max(longest - len(prefix), 1),
-            **{name: stored[name] for name in _SUPPRESSED if stored.get(name)},
-        )
-        return [until_end(row[len(prefix) :], model) for row in output.sequences.tolist()]
 
-    def text(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """Return the text of tokens, without special tokens."""
-        return self.tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
+def count_errors(
+    model: Any,
+    batches: Iterable[HostBatch],
+    processor: object,
+    most: int | None = None,
+    limit: int | None = None,
+) -> ErrorRates:
+    """Transcribe held-out recordings with an encoder-decoder, greedily, and count the errors.
+
+    Args:
+        model: the model.
+        batches: the recordings, and their transcripts as `labels`.
+        processor: the processor of the model, or its tokenizer.
+        most: most tokens of a transcript; None: the positions of the decoder.
+        limit: most recordings; None: all.
+
+    Raises:
+        ConfigError: there is no tokenizer.
+    """
+    tokenizer, rates = _get_tokenizer(processor, "the word error rate"), ErrorRates()
+
+    def read_text(tokens: Sequence[int] | np.ndarray) -> str:
+        return tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
+
+    count = 0
+    for batch in batches:
+        rows = len(batch["labels"]) if limit is None else min(len(batch["labels"]), limit - count)
+        part = {name: np.asarray(values)[:rows] for name, values in batch.items()}
+        transcripts = _transcribe_batch(model, part, tokenizer, most)
+        for row, tokens in zip(part["labels"], transcripts, strict=True):
+            if (row >= 0).any():
+                rates.add(read_text(row[row >= 0]), read_text(tokens))
+        count += rows
+        if count == limit:
+            break
+    return rates
+
+
+def _transcribe_batch(
+    model: Any, batch: HostBatch, tokenizer: object, most: int | None
+) -> list[list[int]]:
+    """Return the tokens of each transcript: greedy, with the tokens that begin it."""
+    names = [name for name in model.input_names if not name.startswith("decoder_")]
+    stored = json.loads(model.generation_json) if model.generation_json else {}
+    start = stored.get("decoder_start_token_id")
+    if start is None:
+        start = special_token(model.config, "decoder_start_token_id")
+    prefix = getattr(tokenizer, "prefix_tokens", None) or [start]
+    longest = most or longest_sequence(model.config) or 448
+    output = model.generate(
+        inputs={name: batch[name] for name in names if name in batch},
+        decoder_input_ids=[list(prefix)] * len(batch["labels"]),
+        max_new_tokens=max(longest - len(prefix), 1),
+        **{name: stored[name] for name in _SUPPRESSED if stored.get(name)},
+    )
+    return [until_end(row[len(prefix) :], model) for row in output.sequences.tolist()]
 
 
 class BestLabels:
