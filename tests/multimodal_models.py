@@ -100,7 +100,8 @@ def torch_model(model: Multimodal, kind: str = "AutoModelForImageTextToText", **
     import transformers
 
     text = cases.fields(model.text_type, model.row)
-    config = transformers.CONFIG_MAPPING[model.model_type](
+    config_class: Any = transformers.CONFIG_MAPPING[model.model_type]
+    config = config_class(
         text_config={**text, "model_type": model.text_type, "initializer_range": 0.2},
         vision_config=model.vision,
         **{"tie_word_embeddings": text["tie_word_embeddings"], **fields},

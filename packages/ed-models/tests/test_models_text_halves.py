@@ -260,7 +260,19 @@ def test_tensors_of_all_experts_load_like_tensors_of_each_expert(tmp_path: Path)
     assert "model.language_model.layers.0.mlp.experts.gate_up_proj" in joined
     all_experts = rewrite(tmp_path / "each", tmp_path / "all")
     save_file(joined, all_experts / "model.safetensors")
-    assert_equal(load(all_experts), load(tmp_path / "each"))
+    model = load(all_experts)
+    assert_equal(model, load(tmp_path / "each"))
+    model.save_pretrained(tmp_path / "saved", max_shard_size="60KB")
+    saved = TensorFiles.open(tmp_path / "saved")
+    assert saved.keys() == joined.keys()
+    for name, value in joined.items():
+        np.testing.assert_array_equal(saved.read(name), value)
+    # A quantized half of a tensor for all experts is not written into this tensor.
+    quantized: Any = model.quantize({"dtype": "int8", "pattern": "experts.gate_proj"})
+    quantized.save_pretrained(tmp_path / "quantized")
+    assert not any("gate_up_proj" in n for n in TensorFiles.open(tmp_path / "quantized"))
+    leaves = [jax.tree.leaves(nnx.state(m)) for m in (load(tmp_path / "quantized"), quantized)]
+    jax.tree.map(np.testing.assert_array_equal, *leaves)
     classifiers: list[Any] = [
         AutoEasyDeLModelForSequenceClassification.from_pretrained(path, sharding_axis_dims=ONE)
         for path in (all_experts, tmp_path / "each")

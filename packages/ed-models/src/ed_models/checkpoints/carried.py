@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
@@ -35,7 +37,7 @@ from ed_infra.logging import get_logger, once
 from ed_models.checkpoints.leftovers import is_copied
 from ed_models.checkpoints.packed_tensors import read_plain_tensors
 from ed_models.checkpoints.pickled_files import read_pickled
-from ed_models.checkpoints.tensor_files import DTYPES, TensorEntry, TensorFiles, read_header
+from ed_models.checkpoints.tensor_files import DTYPES, Index, TensorEntry, TensorFiles, read_header
 from ed_models.checkpoints.tensor_writer import TensorSpec
 from ed_models.checkpoints.text_halves import (
     CONDITIONAL,
@@ -44,6 +46,7 @@ from ed_models.checkpoints.text_halves import (
     restore_text_half,
 )
 from ed_models.checkpoints.weight_map import WeightMap
+from ed_models.weights.blocks import Shapes
 
 logger = get_logger(__name__)
 #: Tasks of classes that generate text; a checkpoint of one is a checkpoint of the others.
@@ -94,6 +97,7 @@ class CarriedTensors:
         prefixes: (prefix in a text-only checkpoint, prefix in these files) of a text half.
         settings: content of config.json; None = there is no such file.
         is_text_half: whether the model is the text half of the checkpoint.
+        joined: names and shapes of stored tensors that are several tensors of the model.
         sha256: of the names and bytes of the tensors; None = not computed.
     """
 
@@ -104,6 +108,7 @@ class CarriedTensors:
     prefixes: tuple[tuple[str, str], ...] = ()
     settings: str | None = None
     is_text_half: bool = False
+    joined: tuple[tuple[str, tuple[int, ...]], ...] = ()
     sha256: str | None = field(default=None, compare=False)
 
     def restore_name(self, name: str) -> str:
@@ -129,6 +134,25 @@ class CarriedTensors:
         towers = {name: value for name, value in stored.items() if name.endswith("_config")}
         towers.pop("quantization_config", None)
         return {**towers, **{n: value for n, value in settings.items() if value is not None}}
+
+    def place_parts(self, cls: type, shapes: Shapes) -> dict[str, dict[str, Index]]:
+        """Return the tensors of a model in each stored tensor, with their places in it.
+
+        A stored tensor that they do not fill, because some are quantized, is omitted.
+
+        Args:
+            cls: the class of the model.
+            shapes: the tensors of the model.
+        """
+        joined, groups = dict(self.joined), defaultdict[str, dict[str, Index]](dict)
+        if joined:
+            for part, (name, index) in cast(Any, cls).locate_parts(shapes, joined).items():
+                groups[name][part] = index
+        return {
+            name: group
+            for name, group in groups.items()
+            if sum(math.prod(shapes[part]) for part in group) == math.prod(joined[name])
+        }
 
     def list_specs(self, written: Collection[str] = ()) -> dict[str, TensorSpec]:
         """Return the copied tensors, without those that the model writes itself."""
@@ -203,6 +227,7 @@ class CarriedTensors:
                     "tensors": tuple(CarriedTensor(*row) for row in tensors),
                     "stamps": tuple(FileStamp(*row) for row in rows["stamps"]),
                     "prefixes": tuple((text, prefix) for text, prefix in rows["prefixes"]),
+                    "joined": tuple((name, tuple(shape)) for name, shape in rows["joined"]),
                 },
             )
         )
@@ -227,6 +252,7 @@ def find_carried(
     config: EasyDeLBaseConfig,
     plain_files: TensorFiles,
     text_files: TensorFiles,
+    published_files: TensorFiles,
     model_files: TensorFiles,
     weights: WeightMap,
 ) -> CarriedTensors | None:
@@ -237,7 +263,8 @@ def find_carried(
             the packing of the files.
         plain_files: the unpacked tensors under the names of the files.
         text_files: the same without the tensors outside of the language model.
-        model_files: the same under the names of the model. A renamed tensor has the same entry.
+        published_files: the same under the names of the model. A renamed tensor has the same entry.
+        model_files: the same with the tensors that the model has in the place of joined ones.
         weights: the tensors of the model.
     """
     directory = plain_files.directory
@@ -252,7 +279,9 @@ def find_carried(
     path = directory / "config.json"
     settings = path.read_text(encoding="utf-8") if path.is_file() else None
     is_half = settings is not None and _is_text_half(json.loads(settings), config)
-    if not copied and not is_half:
+    parts = {name: shape for name, shape in weights.hf_shapes.items() if name in model_files}
+    joined = _find_joined(cls, parts, published_files, model_files)
+    if not copied and not is_half and not joined:
         return None
     if not _has_same_task(cls, config):
         if copied:
@@ -276,7 +305,20 @@ def find_carried(
         count_text_prefixes(plain_files) if is_half else (),
         settings,
         is_half,
+        joined,
     )
+
+
+def _find_joined(
+    cls: type, shapes: Shapes, published_files: TensorFiles, model_files: TensorFiles
+) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Return the stored tensors that a class separates into several tensors."""
+    locate = getattr(cls, "locate_parts", None)
+    if locate is None:
+        return ()
+    gone = {n: entry.shape for n, entry in published_files.items() if n not in model_files}
+    names = {name for name, _ in locate(shapes, gone).values()}
+    return tuple((name, gone[name]) for name in sorted(names))
 
 
 def _is_text_half(stored: Mapping[str, object], config: EasyDeLBaseConfig) -> bool:

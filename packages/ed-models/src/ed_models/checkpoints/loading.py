@@ -111,7 +111,8 @@ def load_module(
             names of tensors in checkpoints (`ed_models.weights.rules.renamer`). `TIED_WEIGHTS` maps
             heads to embeddings. `new_tensors` returns random values of tensors that checkpoints
             of another task lack. `as_published` computes tensors
-            that some writer lays out in another way.
+            that some writer lays out in another way, and `locate_parts` returns their places in
+            the writer's tensors, so that they are written in the same way.
         config: its configuration, which contains the mesh and the sharding rules.
         files: the files that contain the tensors.
         dtype: dtype of activations.
@@ -237,6 +238,7 @@ def prepare_module(
     files = _with_our_names(cls, files, model_draft.weights.hf_shapes)
     if is_packed:
         files = _without_zero_biases(model_draft.weights, files)
+    published_files = files
     if hasattr(cls, "as_published"):
         files = cls.as_published(files, model_draft.weights.hf_shapes)
     if hasattr(cls, "new_tensors"):
@@ -266,7 +268,13 @@ def prepare_module(
     carried = None
     if type(opened_files) is TensorFiles and not towers:
         carried = find_carried(
-            cls, stored_config, plain_files, text_files, files, model_draft.weights
+            cls,
+            stored_config,
+            plain_files,
+            text_files,
+            published_files,
+            files,
+            model_draft.weights,
         )
     return CheckedFiles(model_draft, config, files, stored is not None, carried)
 

@@ -206,9 +206,14 @@ def save_model(
     is_first = jax.process_index() == 0
     carried = carried or CarriedTensors(str(directory), ())
     copied_files = carried.open_files() if is_first else TensorFiles({})
-    names = {carried.restore_name(name): name for name in weights.hf_shapes}
+    joined = carried.place_parts(type(module), weights.hf_shapes)
+    joined_parts = {part for places in joined.values() for part in places}
+    separate_names = [name for name in weights.hf_shapes if name not in joined_parts]
+    names = {carried.restore_name(name): name for name in (*separate_names, *joined)}
+    shapes = {**dict(carried.joined), **weights.hf_shapes}
     specs = {
-        n: TensorSpec(weights.hf_shapes[name], stored_dtype(name)) for n, name in names.items()
+        n: TensorSpec(shapes[name], stored_dtype(next(iter(joined.get(name, ())), name)))
+        for n, name in names.items()
     }
     model_dtypes = [spec.dtype for n, spec in specs.items() if names[n] not in parts]
     specs |= carried.list_specs(written=names)
@@ -216,8 +221,14 @@ def save_model(
     def read(name: str) -> np.ndarray:
         if name not in names:
             return copied_files.read_bytes(name) if is_first else np.zeros(0, np.uint8)
-        value = weights.save(names[name], lambda ours, at: _at(*leaves[ours], at))
-        return value.astype(specs[name].dtype, copy=False)
+        places = joined.get(names[name])
+        if places is None:
+            value = weights.save(names[name], lambda ours, at: _at(*leaves[ours], at))
+            return value.astype(specs[name].dtype, copy=False)
+        whole = np.empty(specs[name].shape, specs[name].dtype)
+        for part, index in places.items():
+            whole[index] = weights.save(part, lambda ours, at: _at(*leaves[ours], at))
+        return whole
 
     separate = {  # gathering is collective
         folder: {name: on_host(array) for name, array in arrays.items()}

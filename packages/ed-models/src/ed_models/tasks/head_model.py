@@ -112,7 +112,7 @@ class HeadModel(EasyDeLBaseModule, Generic[BodyT]):
 
 
 # Class attributes about checkpoints, which other tasks of a family share.
-_OF_CHECKPOINTS = ("OTHER_NAMES", "TIED_WEIGHTS", "MODULES", "as_published")
+_OF_CHECKPOINTS = ("OTHER_NAMES", "TIED_WEIGHTS", "MODULES", "as_published", "locate_parts")
 
 
 def task_class(model_class: type[Any], family: type[Any], task: str) -> type[Any]:
