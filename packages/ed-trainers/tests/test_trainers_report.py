@@ -85,6 +85,7 @@ def test_report_of_a_run_with_rewards_begins_with_them(tmp_path: Path) -> None:
         "step 1",
         "1 + 1 =",
     ]
+    parts.append("<h2>Curves</h2>")
     places = [page.find(part) for part in parts]
     assert -1 not in places and places == sorted(places)
 

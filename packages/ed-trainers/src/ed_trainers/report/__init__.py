@@ -71,11 +71,8 @@ def write_report(directory: str | Path) -> Path:
         "TITLE": html.escape(directory.resolve().name),
         "SUBTITLE": html.escape(_subtitle(rows)),
         "FIGURES": _figures(rows, summary),
-        "SECTIONS": _completions(directory / COMPLETIONS)
-        + _evaluation(summary)
-        + _samples(summary)
-        + _previews(rows)
-        + _config(config),
+        "COMPLETIONS": _completions(directory / COMPLETIONS),
+        "SECTIONS": _evaluation(summary) + _samples(summary) + _previews(rows) + _config(config),
         # A script ends at the first "</", even inside a string.
         "DATA": json.dumps({"charts": charts(rows)}, separators=(",", ":")).replace("</", "<\\/"),
     }
