@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import time
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Locator, Page, sync_playwright
 
 CHROMIUM = shutil.which("chromium")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+#: Colors of a saved picture.
+COLORS = 160
 FLAGS = ("--no-sandbox", "--disable-dev-shm-usage", "--force-color-profile=srgb")
 
 
@@ -60,6 +63,16 @@ def failures(tab: Page) -> list[str]:
     entries = [entry for entry in tab.console_messages() if entry.type == "error"]
     errors = [f"{entry.text} {entry.location.get('url', '')}" for entry in entries]
     return [*map(str, tab.page_errors()), *errors]
+
+
+def save_picture(shown: Page | Locator, path: Path) -> None:
+    """Write a picture of a page, or of a part of it, as a PNG file with few colors."""
+    from PIL import Image
+
+    picture = Image.open(io.BytesIO(shown.screenshot())).convert("RGB")
+    # The method keeps rare colors, such as that of a thin line.
+    method, dither = Image.Quantize.MAXCOVERAGE, Image.Dither.NONE
+    picture.quantize(COLORS, method, dither=dither).save(path, optimize=True)
 
 
 def download(tab: Page, selector: str, folder: Path) -> Path:

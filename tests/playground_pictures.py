@@ -1,7 +1,6 @@
 """Take the pictures of the playground in `docs/` with a model on the real engine.
 
-    uv run elarge examples/quickstart.yaml
-    python -m tests.playground_pictures [--model DIR] [--vision DIR] [--folder docs]
+    python -m tests.playground_pictures [--model SOURCE] [--vision DIR] [--folder docs]
 
 The pictures show the answers and the measurements of this machine. Other clients send requests at
 the same time, so that the curves move. A grammar makes the model write the Markdown document, so
@@ -21,20 +20,21 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from ed_esurge import AsyncEngine, EngineConfig, eSurge
+from ed_esurge import AsyncEngine, eSurge
+from ed_esurge.command.load import parse_model_arguments, served_engine
 from ed_esurge.server.launch import background
-from ed_models.auto import AutoEasyDeLModelForCausalLM
+from PIL import Image
 from playwright.sync_api import Page
-from transformers import AutoTokenizer
 
-from tests.playground import browser, download, until
+from tests.parity.test_real_weights import SMOLLM2
+from tests.playground import browser, download, save_picture, until
 from tools.bench.measure import command_line
 from tools.workspace import ROOT
 
-QUESTION = "What is the capital of France?"
-OTHER_QUESTIONS = ("What is a rainbow?", "Describe the sea.", "What is a list in Python?")
+QUESTION = "Describe the sea in three sentences."
+OTHER_QUESTIONS = ("What is a rainbow?", "Describe a forest.", "What is a list in Python?")
 MAX_TOKENS = 120
-TEMPERATURE, OTHER_TEMPERATURE = 0.3, 1.2
+TEMPERATURE, OTHER_TEMPERATURE = 0.0, 1.2
 SECONDS_OF_CURVES = 30
 WAIT = "new Promise((done) => setTimeout(done, 300))"
 Open = Callable[..., Page]
@@ -67,11 +67,11 @@ PASTE = """((data) => {
 })"""
 
 
-def engine_of(model: Path) -> AsyncEngine:
-    """Load a model directory and start its engine."""
-    loaded = AutoEasyDeLModelForCausalLM.from_pretrained(model)
-    config = EngineConfig(max_model_len=1024, max_num_seqs=16, page_size=16)
-    return AsyncEngine(eSurge(loaded, AutoTokenizer.from_pretrained(model), config))
+def load_engine(model: str, *flags: str) -> AsyncEngine:
+    """Load a model as `esurge serve` does, and start its engine."""
+    engine = served_engine(parse_model_arguments([model, *flags]))
+    assert isinstance(engine, eSurge), "a model that generates text"
+    return AsyncEngine(engine)
 
 
 def send_requests(url: str, stop: threading.Event, client: int) -> None:
@@ -131,7 +131,7 @@ def picture_answers(open_tab: Open, url: str, folder: Path) -> None:
         tab.evaluate(WAIT)
     ask(tab)
     scroll_up(tab)
-    tab.screenshot(path=folder / "playground-light.png")
+    save_picture(tab, folder / "playground-light.png")
     tab.emulate_media(color_scheme="dark")
     tab.click("#heat")
     until(tab, "document.querySelector('.tok')")
@@ -149,16 +149,16 @@ def picture_answers(open_tab: Open, url: str, folder: Path) -> None:
     )
     tab.mouse.move(*place)
     until(tab, "!document.getElementById('popover').hidden")
-    tab.screenshot(path=folder / "playground-dark.png")
+    save_picture(tab, folder / "playground-dark.png")
     tab.click("#heat")
     compare(tab)
     scroll_up(tab)
-    tab.screenshot(path=folder / "playground-compare.png")
+    save_picture(tab, folder / "playground-compare.png")
     phone = open_tab(url, width=390, height=780, scale=2)
     phone.emulate_media(color_scheme="light")
     ask(phone)
     scroll_up(phone)
-    phone.screenshot(path=folder / "playground-phone.png")
+    save_picture(phone, folder / "playground-phone.png")
 
 
 def opened(open_tab: Open, url: str, size: Mapping[str, int] = WIDE) -> Page:
@@ -205,7 +205,7 @@ def failed_answer(tab: Page, folder: Path, name: str) -> None:
     form(tab, "regex", "(an open parenthesis")
     say(tab, "Answer with a pattern.", FAILED)
     still(tab)
-    tab.screenshot(path=folder / name)
+    save_picture(tab, folder / name)
 
 
 def markdown(tab: Page, folder: Path, name: str) -> None:
@@ -216,7 +216,7 @@ def markdown(tab: Page, folder: Path, name: str) -> None:
     until(tab, "document.querySelector('.turn.assistant pre')")
     scroll_up(tab)
     still(tab)
-    tab.screenshot(path=folder / name)
+    save_picture(tab, folder / name)
 
 
 def conversations(tab: Page, folder: Path) -> None:
@@ -229,7 +229,7 @@ def conversations(tab: Page, folder: Path) -> None:
     tab.evaluate("document.querySelector('#conversations [aria-label^=\"Delete\"]').click()")
     until(tab, "document.querySelector('.notice')")
     still(tab)
-    tab.screenshot(path=folder / "playground-conversations.png")
+    save_picture(tab, folder / "playground-conversations.png")
 
 
 def editing(tab: Page, folder: Path) -> None:
@@ -249,7 +249,7 @@ def editing(tab: Page, folder: Path) -> None:
     until(tab, "document.activeElement.matches('.edit textarea')")
     tab.click('.turn.user [aria-label="Copy"]')
     until(tab, "document.querySelector('.turn.user .tip')")
-    tab.screenshot(path=folder / "playground-editing.png")
+    save_picture(tab, folder / "playground-editing.png")
 
 
 def shared(tab: Page, open_tab: Open, folder: Path) -> None:
@@ -263,13 +263,11 @@ def shared(tab: Page, open_tab: Open, folder: Path) -> None:
         page = open_tab(download(tab, label, Path(place)).as_uri(), **WIDE)
         page.emulate_media(color_scheme="light")
         until(page, "document.querySelectorAll('.turn').length === 2")
-        page.screenshot(path=folder / "playground-shared.png")
+        save_picture(page, folder / "playground-shared.png")
 
 
 def attachments(tab: Page, folder: Path) -> None:
     """Pasted images before they are sent, and the notice for another file."""
-    from PIL import Image
-
     until(tab, "!document.querySelector('#attach').hidden")
     for color in ((200, 60, 40), (40, 90, 200)):
         image = Image.linear_gradient("L").resize((280, 280))
@@ -287,7 +285,7 @@ def attachments(tab: Page, folder: Path) -> None:
     tab.click("#prompt")
     tab.keyboard.insert_text("Which picture is warmer?")
     still(tab)
-    tab.screenshot(path=folder / "playground-attachments.png")
+    save_picture(tab, folder / "playground-attachments.png")
 
 
 def banner(open_tab: Open, engines: Mapping[str, Any], folder: Path) -> None:
@@ -300,7 +298,7 @@ def banner(open_tab: Open, engines: Mapping[str, Any], folder: Path) -> None:
     until(tab, "!document.querySelector('#banner').hidden")
     say(tab, "What is a generator?", FAILED)
     still(tab)
-    tab.screenshot(path=folder / "playground-banner.png")
+    save_picture(tab, folder / "playground-banner.png")
 
 
 def picture_states(open_tab: Open, engines: Mapping[str, Any], vision: Any, folder: Path) -> None:
@@ -348,17 +346,16 @@ def clients(url: str, count: int) -> Iterator[None]:
 def main() -> None:
     """Load the models and take the pictures."""
     parser = command_line("tests.playground_pictures", __doc__)
-    parser.add_argument("--model", type=Path, default=ROOT / "runs" / "quickstart" / "model")
+    parser.add_argument("--model", default=SMOLLM2, help="what `esurge serve` accepts")
     parser.add_argument("--vision", type=Path, help="checkpoint of a vision-language model")
     parser.add_argument("--folder", type=Path, default=ROOT / "docs")
     parser.add_argument("--clients", type=int, default=6)
     values = parser.parse_args()
     vision = None
     if values.vision is not None:
-        from ed_esurge.command.load import parse_model_arguments, served_engine
-
-        vision = served_engine(parse_model_arguments([str(values.vision), "--no-compile-runner"]))
-    engines = {"quickstart": engine_of(values.model)}
+        vision = load_engine(str(values.vision), "--no-compile-runner")
+    flags = ("--max-model-len", "1024", "--max-num-seqs", "16", "--page-size", "16")
+    engines = {"smollm2": load_engine(values.model, *flags)}
     with browser() as open_tab:
         with background({**engines}) as url, clients(url, values.clients):
             picture_answers(open_tab, url.removesuffix("v1"), values.folder)

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import pytest
 from mkdocs.exceptions import PluginError
 
+from tests.command_pictures import read_screen
 from tests.playground import CHROMIUM, browser, until
 from tools import site_pages
 from tools.workspace import ROOT, packages
@@ -66,6 +67,24 @@ def test_links_of_a_page_are_right_in_the_site() -> None:
     text = "[a](../data.md) [b](../../README.md) [c](../../LICENSE)"
     shown = site_pages.for_site(text, "tasks/lora.md", "https://example.org/r")
     assert shown == "[a](../data.md) [b](../index.md) [c](https://example.org/r/blob/main/LICENSE)"
+
+
+def test_pictures_of_the_pages_are_small_and_shown() -> None:
+    pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
+    shown = {
+        (page.parent / link).resolve()
+        for page in pages
+        for link in re.findall(r"\]\(([^)\s]+\.png)\)", page.read_text("utf-8"))
+    }
+    pictures = set(ROOT.glob("docs/**/*.png"))
+    assert shown == pictures
+    assert [picture.name for picture in pictures if picture.stat().st_size > 150_000] == []
+
+
+def test_screen_of_a_terminal_has_the_last_text_of_each_line() -> None:
+    bar = "\r\x1b[2Kstep 1\r\n\x1b[2Keval"  # a bar of two lines, drawn again
+    output = f"first\r\n{bar}\r\x1b[2K\x1b[1A\x1b[2K\x1b[32mstep 2\x1b[0m\r\nlast\r\n\r\n\x1b[?25h"
+    assert read_screen(output) == ["first", "\x1b[32mstep 2\x1b[0m", "last"]
 
 
 def test_versions_of_the_site_are_listed_with_the_newest_release_first(tmp_path: Path) -> None:
