@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import struct
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +22,7 @@ TYPES = (np.float32, np.int8, np.int16, np.int32, np.float16)
 
 
 def generate_tokens(model: str, features: str, prompt: str) -> list[int]:
-    import ctranslate2
-
+    ctranslate2 = import_module("ctranslate2")
     whisper = ctranslate2.models.Whisper(model, compute_type="float32", intra_threads=1)
     view = ctranslate2.StorageView.from_array(np.load(features)[None])
     result = whisper.generate(view, [json.loads(prompt)], beam_size=1)[0]
@@ -30,9 +30,8 @@ def generate_tokens(model: str, features: str, prompt: str) -> list[int]:
 
 
 def transcribe_files(model: str, *samples: str) -> list[str]:
-    from faster_whisper import WhisperModel
-
-    whisper = WhisperModel(model, device="cpu", compute_type="float32", cpu_threads=1)
+    library = import_module("faster_whisper")
+    whisper = library.WhisperModel(model, device="cpu", compute_type="float32", cpu_threads=1)
     texts = []
     for file in samples:
         segments, _ = whisper.transcribe(np.load(file), language="en", beam_size=1)
@@ -49,7 +48,7 @@ def read_arrays(file: Path) -> dict[str, np.ndarray]:
         def text() -> str:
             return stream.read(numbers("H")[0])[:-1].decode()
 
-        numbers("I"), text(), numbers("I")
+        _ = numbers("I"), text(), numbers("I")
         arrays = {}
         for _ in range(numbers("I")[0]):
             name, axes = text(), numbers("B")[0]
@@ -62,15 +61,15 @@ def read_arrays(file: Path) -> dict[str, np.ndarray]:
 
 
 def convert_weights(model: str, target: str, kind: str) -> list[str]:
-    from ctranslate2.specs import whisper_spec
-
     arrays = read_arrays(Path(model, "model.bin"))
     layers = [
         len({name.split("/")[1] for name in arrays if name.startswith(f"{stack}/layer_")}) - 1
         for stack in ("encoder", "decoder")
     ]
     heads = [int(arrays[f"{stack}/num_heads"]) for stack in ("encoder", "decoder")]
-    spec = whisper_spec.WhisperSpec(layers[0], heads[0], layers[1], heads[1])
+    spec = import_module("ctranslate2.specs.whisper_spec").WhisperSpec(
+        layers[0], heads[0], layers[1], heads[1]
+    )
     for name, array in arrays.items():
         if array.ndim == 0:
             continue

@@ -231,7 +231,7 @@ class eSurgeApiServer:
 
     def run(self, host: str | None = None, port: int | None = None, **options: object) -> None:
         """Serve until a signal; the arguments are those of `serve`."""
-        keywords = {**self.options, **options}
+        keywords: dict[str, Any] = {**self.options, **options}
         serve(self.engines, host, port, None, **keywords)
 
 

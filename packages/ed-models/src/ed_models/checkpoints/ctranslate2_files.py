@@ -199,13 +199,13 @@ class _Dequantizer(NamedTuple):
     name: str
     scales: str
     first: int
-    count: int
+    rows: int
 
     def __call__(self, index: Index) -> np.ndarray:
-        codes = self.arrays.read(self.name, self.first, self.count).astype(np.float32)
+        codes = self.arrays.read(self.name, self.first, self.rows).astype(np.float32)
         scales = self.arrays.read(self.scales).astype(np.float32)
         if len(scales) > 1:
-            scales = scales[self.first : self.first + self.count]
+            scales = scales[self.first : self.first + self.rows]
         return (codes / scales.reshape(-1, *[1] * (codes.ndim - 1)))[index]
 
 
