@@ -18,6 +18,7 @@ from tools import (
     overview_table,
     quickstart_table,
 )
+from tools.bench import quality
 
 
 def test_attention_page_is_up_to_date() -> None:
@@ -47,6 +48,11 @@ def test_scores_and_answers_of_the_quickstart_are_those_of_its_run() -> None:
     for path in quickstart_table.PAGES:
         text = path.read_text(encoding="utf-8")
         assert text == quickstart_table.page(text), "run: uv run python -m tools.quickstart_table"
+
+
+def test_quality_tables_are_those_of_the_stored_figures() -> None:
+    text = quality.PAGE.read_text(encoding="utf-8")
+    assert text == quality.build_page(text), "run: uv run python -m tools.bench.quality page"
 
 
 def test_added_kernel_is_listed_in_attention_table() -> None:
