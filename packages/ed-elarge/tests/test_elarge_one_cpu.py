@@ -13,7 +13,10 @@ from typing import Any
 
 import jax
 import pytest
-from ed_elarge.building.parts import SMALL_MOMENTS, build_layout
+from ed_elarge.building.parts import SMALL_MOMENTS, build_layout, choose_run_layout
+from ed_elarge.config.normalize import normalize
+from ed_elarge.errors import Document
+from ed_esurge.model import choose_layout
 from ed_trainers.figures.metrics import read_metrics
 from ed_trainers.options.optimizers import OPTIMIZERS
 from run_files import small, with_texts
@@ -63,6 +66,19 @@ def test_layers_are_separate_on_one_cpu_unless_memory_is_saved(
 ):
     monkeypatch.setattr(jax, "device_count", lambda: devices)
     assert build_layout(policy, optimizer) == ({"scan_layers": False} if separate else {})
+
+
+@pytest.mark.parametrize(("backend", "trains"), [("gpu", False), ("gpu", True), ("tpu", False)])
+def test_layers_are_separate_on_gpus_that_only_serve(monkeypatch, backend, trains):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    model = {"config": {"model_type": "llama"}, "tokenizer": "none"}
+    values: dict[str, Any] = {"model": model, "actions": ["serve"]}
+    if trains:
+        values |= {"trainer": {"trainer_type": "sft"}, "actions": ["train"]}
+        values["mixture"] = {"informs": [{"type": "json", "data_files": "rows.jsonl"}]}
+    run = normalize(Document("run.yaml", value=values))
+    layout = choose_run_layout(run)
+    assert layout == ({} if trains else choose_layout(backend))
 
 
 def test_small_moments_are_those_of_the_optimizers():

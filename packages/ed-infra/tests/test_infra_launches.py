@@ -93,6 +93,26 @@ def test_layer_that_is_sliced_out_of_the_pool_is_a_copy():
     assert report["pool_copied_bytes"] == LAYERS * SLOTS * WIDTH * 2
 
 
+@pytest.mark.parametrize(
+    ("dims", "is_pool"),
+    [
+        ((1024, 16, 4, 2, 128), True),
+        ((3, 1024, 16, 4, 2, 128), True),
+        ((1, 1024, 16, 4, 2, 128), True),
+        ((1024, 4, 16, 2, 128), True),  # permuted
+        ((16384, 8, 128), True),  # merged
+        ((3072, 16, 1024), True),
+        ((128, 1024, 128), False),  # another array of the same size
+        ((2048, 16, 4, 2, 64), False),
+        ((1024, 16, 4, 2, 64), False),
+    ],
+)
+def test_page_pool_is_recognized_by_its_dimensions(dims: tuple[int, ...], is_pool: bool):
+    pool = PageArray(HloShape("bf16", (1024, 16, 4, 2, 128)), 3, 0.0)
+    assert pool.matches(HloShape("bf16", dims)) == is_pool
+    assert not pool.matches(HloShape("f32", dims))
+
+
 def test_collectives_count_the_bytes_that_a_device_sends():
     report = report_program(LaunchList(parse_hlo(read_text("tensor_parallel"))), SPEED)
     gathered, summed = 64 * 256 * 4, 512 * 64 * 2

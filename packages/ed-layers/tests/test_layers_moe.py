@@ -17,6 +17,7 @@ from ed_infra.testing import require_torch
 from ed_layers.context import Ctx
 from ed_layers.mlp import GatedMLP
 from ed_layers.moe.experts import Experts, build_blocks
+from ed_layers.moe.groups import over_groups
 from ed_layers.moe.layer import Router, SparseMLP, balance
 from ed_layers.parts import Parts
 from ed_layers.updated import apply_updates
@@ -131,6 +132,29 @@ def test_expert_methods_produce_same_outputs_and_gradients(count, k):
     for name in ("fused", "standard"):
         near(results[name], results["dense"])
     assert not np.asarray(results["standard"][0][2, 3]).any(), "a token without experts"
+
+
+@pytest.mark.parametrize("absent", [False, True])
+def test_grouped_rows_find_their_experts_without_a_loop(absent: bool):
+    """An expert without tokens, and with `absent` pairs whose expert is on another device."""
+    rng = np.random.default_rng(3)
+    x, kernel, bias = (rng.normal(size=shape) for shape in ((6, 4), (5, 4, 3), (5, 3)))
+    chosen = rng.choice([0, 1, 3, 4] + [5] * absent, size=(6, 2))
+    weights = rng.uniform(size=(6, 2))
+
+    def compute(x, chosen, weights):
+        params = {"up_proj.kernel": jnp.asarray(kernel), "up_proj.bias": jnp.asarray(bias)}
+        return over_groups(lambda rows, of: of("up_proj", rows), None, x, chosen, weights, params)
+
+    found = jax.jit(compute)(x, chosen, weights)
+    rows = [
+        sum(w * (row @ kernel[e] + bias[e]) for e, w in zip(experts, ws, strict=True) if e < 5)
+        for row, experts, ws in zip(x, chosen, weights, strict=True)
+    ]
+    np.testing.assert_allclose(found, np.array(rows), rtol=1e-5, atol=1e-5)
+    program = str(jax.make_jaxpr(compute)(x, chosen, weights))
+    # Each iteration of a loop over all layers has several launches on a GPU.
+    assert "while" not in program and "scan[" not in program
 
 
 @pytest.mark.nightly

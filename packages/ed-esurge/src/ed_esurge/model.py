@@ -48,6 +48,16 @@ def over_processes(model: LanguageModel) -> bool:
     return len(get_processes(model.config.mesh)) > 1
 
 
+def choose_layout(platform: str) -> dict[str, bool]:
+    """Return the fields of a configuration whose weights only an engine on a platform reads.
+
+    In a scan over stacked layers, a decode step on a CPU or a GPU copies the weights of each layer
+    before it multiplies them: the compiled step moves three times the bytes
+    (`tools/bench/gpu_programs.py`).
+    """
+    return {"scan_layers": False} if platform in ("cpu", "gpu") else {}
+
+
 def served_model(model: LanguageModel) -> LanguageModel:
     """Return the model for serving: on a CPU with unrolled layers, up to six times faster per
     step."""

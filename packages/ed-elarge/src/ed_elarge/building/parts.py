@@ -183,7 +183,12 @@ def build_layout(policy: str, optimizer: str) -> dict[str, Any]:
     return {"scan_layers": False} if has_one_cpu() and not saves else {}
 
 
-def _layout(run: RunConfig) -> dict[str, Any]:
+def choose_run_layout(run: RunConfig) -> dict[str, Any]:
+    """Return the default of `scan_layers` of a run on these devices."""
+    import jax
+
+    if run.trainer is None and jax.default_backend() == "gpu":
+        return {"scan_layers": False}  # only the engine reads the weights: see `choose_layout`
     policy = run.execution_fields()["gradient_checkpointing"]
     return build_layout(policy, "" if run.trainer is None else run.trainer.optimizer)
 
@@ -235,7 +240,7 @@ def _new_model(elm: eLargeModel) -> CausalLM:
 
     run, tokens = elm.config, elm.build_tokenizer()
     tokenizer_fields = {} if tokens is None else _get_tokenizer_fields(run, tokens)
-    config = new_config(run, tokenizer_fields, _layout(run))
+    config = new_config(run, tokenizer_fields, choose_run_layout(run))
     with run.blame("model", "config"):
         vocab_size = config.get_text_config().vocab_size if tokenizer_fields else 0
         if tokens is not None and tokenizer_fields and vocab_size < count_ids(tokens):
@@ -273,7 +278,7 @@ def _load(run: RunConfig) -> CausalLM:
     from ed_models.checkpoints.checks import detect_task
 
     section = _model_section(run)
-    changes = {**_layout(run), "sharding_axis_names": run.sharding.axis_names}
+    changes = {**choose_run_layout(run), "sharding_axis_names": run.sharding.axis_names}
     changes |= {field: value for field, (_, value) in run.config_fields().items()}
     dims = changes.pop("sharding_axis_dims", run.sharding.axis_dims)
     with run.blame("model", "name_or_path"):
@@ -332,7 +337,7 @@ def _load_other(
 
     assert section is not None, "this part is built only if its section exists"
     config_fields = {field: value for field, (_, value) in run.config_fields().items()}
-    changes = _layout(run) | {
+    changes = choose_run_layout(run) | {
         field: value for field, value in config_fields.items() if field in FIELDS
     }
     changes["sharding_axis_names"] = run.sharding.axis_names

@@ -5,7 +5,7 @@ This module imports jax, so only the child process of `ed_elarge.plan.compiled` 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +44,7 @@ def abstract_model(
         is_base: whether the model has no adapters, and no quantized weights.
         serves: whether the model is one replica of the engine, without adapters.
     """
-    config = _model_config(run, vocab_size)
+    config = _model_config(run, vocab_size, _default_layout(run, devices))
     if devices is not None or serves:
         config.set_model_mesh(_create_mesh(config, devices, run if serves else None))
     module = registry.get_module(run.task, config.model_type)
@@ -75,15 +75,24 @@ def abstract_model(
         return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
 
-def _model_config(run: RunConfig, vocab_size: int | None) -> Any:
+def _default_layout(run: RunConfig, devices: Sequence[Device] | None) -> dict[str, bool]:
+    """Return the layout of described devices, as the builders choose it for devices of jax."""
+    from ed_esurge.model import choose_layout
+
+    platform = devices[0].platform if devices else ""
+    return choose_layout(platform) if run.trainer is None and platform == "gpu" else {}
+
+
+def _model_config(run: RunConfig, vocab_size: int | None, layout: Mapping[str, bool]) -> Any:
     """Return the configuration of the model of a run, as the builders create it."""
     from ed_elarge.building.parts import new_config
 
     section = run.model
     assert section is not None, "a plan has a model"
     if section.config is not None:
-        return new_config(run, None if vocab_size is None else {"vocab_size": vocab_size})
-    changes = {field: value for field, (_, value) in run.config_fields().items()}
+        fields = None if vocab_size is None else {"vocab_size": vocab_size}
+        return new_config(run, fields, layout)
+    changes = {**layout, **{field: value for field, (_, value) in run.config_fields().items()}}
     changes.setdefault("sharding_axis_dims", run.sharding.axis_dims)
     changes.setdefault("sharding_axis_names", run.sharding.axis_names)
     return hub.read_config(hub.resolve(str(section.name_or_path)), run.task, **changes)

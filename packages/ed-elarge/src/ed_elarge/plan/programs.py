@@ -31,10 +31,22 @@ class MemoryStats(Protocol):
     peak_memory_in_bytes: int
 
 
+class ProgramText(Protocol):
+    """A compiled function."""
+
+    def as_text(self) -> str:
+        """Return the optimized program."""
+        ...
+
+    def memory_analysis(self) -> MemoryStats:
+        """Return the bytes by kind."""
+        ...
+
+
 class Lowered(Protocol):
     """A traced function."""
 
-    def compile(self) -> Any:
+    def compile(self) -> ProgramText:
         """Return the compiled function."""
         ...
 
@@ -106,8 +118,8 @@ def compile_steps(run: RunConfig, request: Mapping[str, Any]) -> list[dict[str, 
     Args:
         run: the run.
         request: the devices of `describe_devices`; `parts`, "train" and "serve"; `vocab` and
-            `length` of training; `pages`, `context` and `rows` of serving; `speed`, the fields of
-            `ChipSpeed`.
+            `length` of training; `pages`, `context`, `rows` and the names `steps` of serving;
+            `speed`, the fields of `ChipSpeed`.
     """
     devices, speed = describe_devices(request), ChipSpeed(**request["speed"])
     steps: list[DescribedStep] = []
@@ -115,7 +127,13 @@ def compile_steps(run: RunConfig, request: Mapping[str, Any]) -> list[dict[str, 
         steps.append(trace_train_step(run, request, devices))
     if "serve" in request["parts"]:
         steps += trace_serving_steps(run, request, devices)
-    return [compile_step(step, speed, tpu=bool(request.get("topology"))) for step in steps]
+    compiled: dict[int, tuple[ProgramText, float]] = {}
+    for step in steps:
+        if id(step.lowered) not in compiled:
+            start = time.perf_counter()
+            compiled[id(step.lowered)] = step.lowered.compile(), time.perf_counter() - start
+    tpu = bool(request.get("topology"))
+    return [count_step(step, *compiled[id(step.lowered)], speed, tpu=tpu) for step in steps]
 
 
 def trace_train_step(
@@ -148,21 +166,32 @@ def trace_serving_steps(
     # The programs of several steps repeat the program of one step.
     setup = Setup.resolve(model, run.esurge.replace(num_scheduler_steps=1))
     runner = create_abstract_runner(setup, request["pages"])
+    lowered: dict[object, Lowered] = {}  # steps with as many sequences share a sampler
     steps: list[DescribedStep] = []
     for name, step in list_steps(setup, rows=request.get("rows")).items():
+        if name not in request.get("steps", (name,)):
+            continue
         context = min(request["context"], setup.limits.max_model_len)
         pools = list_page_arrays(runner, setup, seqs=step.seqs, context=context)
         for program, key in zip(("forward", "sample"), step.keys, strict=True):
-            lowered = runner.functions.lower(key)
-            steps.append(DescribedStep(name, program, step.tokens, step.seqs, lowered, pools))
+            if key not in lowered:
+                lowered[key] = runner.functions.lower(key)
+            steps.append(DescribedStep(name, program, step.tokens, step.seqs, lowered[key], pools))
     return steps
 
 
-def compile_step(step: DescribedStep, speed: ChipSpeed, *, tpu: bool) -> dict[str, Any]:
-    """Compile a program, and return its memory, counts and bound."""
-    start = time.perf_counter()
-    compiled = step.lowered.compile()
-    seconds = time.perf_counter() - start
+def count_step(
+    step: DescribedStep, compiled: ProgramText, seconds: float, speed: ChipSpeed, *, tpu: bool
+) -> dict[str, Any]:
+    """Return the memory, counts and bound of a compiled program.
+
+    Args:
+        step: the program.
+        compiled: the compiled function.
+        seconds: time of the compilation.
+        speed: speed of the device.
+        tpu: whether the device is a TPU.
+    """
     listed = LaunchList(parse_hlo(compiled.as_text()), step.pools, waits=not tpu)
     return {
         "step": step.step,

@@ -155,13 +155,13 @@ def served_engine(arguments: ModelArguments) -> eSurge | SpeechEngine:
 
     keep_compiled_programs()
     from ed_esurge.engine import eSurge
+    from ed_esurge.model import choose_layout
 
     dtype = arguments.dtype
     if dtype == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    if jax.default_backend() == "cpu":
-        # Load in the layout of the engine (`served_model`), which avoids a second copy.
-        fields = {"scan_layers": False, **fields}
+    # Load in the layout of the engine, which avoids a second copy.
+    fields = {**choose_layout(jax.default_backend()), **fields}
     name = get_model_name(arguments.model)
     settings = hub.resolve(arguments.model, weights=False, revision=arguments.revision)
     adapter = find_adapter(settings)

@@ -94,9 +94,17 @@ class PageArray:
     step_bytes: float
 
     def matches(self, shape: HloShape) -> bool:
-        """Return whether an array has the size of the pool, or of one of its layers."""
-        sizes = (self.shape.size, self.shape.size * self.layers)
-        return shape.dtype == self.shape.dtype and shape.size in sizes
+        """Return whether an array has the dimensions of the pool, or of one of its layers: also if
+        they are permuted, or if neighbors are merged."""
+        layers = shape.size // self.shape.size if self.shape.size else 0
+        if shape.dtype != self.shape.dtype or shape.size not in (
+            self.shape.size,
+            self.shape.size * self.layers,
+        ):
+            return False
+        whole = HloShape(shape.dtype, (layers, *self.shape.dims))
+        ours, theirs = ([x for x in one.dims if x != 1] for one in (whole, shape))
+        return sorted(ours) == sorted(theirs) or _list_strides(theirs) <= _list_strides(ours)
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,6 +420,11 @@ class LaunchList:
             return "reductions"
         moves_only = opcodes <= _MOVES and opcodes & {"dynamic-slice", "slice", "copy", "transpose"}
         return "copies" if moves_only else "elementwise"
+
+
+def _list_strides(dims: Sequence[int]) -> set[int]:
+    """Return the products of the last dimensions."""
+    return {math.prod(dims[index:]) for index in range(len(dims))}
 
 
 def is_free_call(one: HloInstruction) -> bool:

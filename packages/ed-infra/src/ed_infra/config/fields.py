@@ -146,7 +146,8 @@ class ExecutionFields:
     scan_layers: bool = option(
         True,
         "run layers of equal structure as one compiled body over stacked parameters; on "
-        "one CPU, the default of run files and of `esurge serve` is false",
+        "one CPU, the default of run files and of `esurge serve` is false, and on GPUs that of "
+        "`esurge serve` and of run files without a trainer",
     )
     use_scan_mlp: bool = option(False, "compute the MLP in chunks of the sequence")
     scan_mlp_chunk_size: Count = option(1024, "positions of a chunk of the MLP")

@@ -34,12 +34,18 @@ def over_groups(
     """
     (n, k), experts = expert_ids.shape, params["up_proj.kernel"].shape[0]
     order = jnp.argsort(expert_ids.reshape(-1))
-    bounds = jnp.searchsorted(expert_ids.reshape(-1)[order], jnp.arange(experts + 1)).astype(
-        jnp.int32
-    )
+    # A search by halves is a loop with four launches in each iteration on a GPU.
+    bounds = jnp.searchsorted(
+        expert_ids.reshape(-1)[order], jnp.arange(experts + 1), method="compare_all"
+    ).astype(jnp.int32)
     if share == 1:
         rows = apply_experts(network, precision, x[order // k], params, bounds)
-        rows = rows[jnp.argsort(order)].reshape(n, k, -1)
+        places = (
+            jnp.zeros(n * k, order.dtype)
+            .at[order]
+            .set(jnp.arange(n * k, dtype=order.dtype), unique_indices=True)
+        )
+        rows = rows[places].reshape(n, k, -1)
         return jnp.einsum("nkd,nk->nd", rows.astype(jnp.float32), weights)
     size = -(-n * k // share)
     order = jnp.pad(order, (0, -n * k % size))
@@ -58,7 +64,7 @@ def apply_experts(
     """Apply the experts to their rows; those of expert i start at `bounds[i]`. The rest is zero."""
     counts, places = jnp.diff(bounds), jnp.arange(rows.shape[0])
     real = (places < bounds[-1])[:, None]
-    expert = jnp.searchsorted(bounds[1:-1], places, side="right")
+    expert = jnp.searchsorted(bounds[1:-1], places, side="right", method="compare_all")
 
     def product(name: str, rows: jax.Array) -> jax.Array:
         y = times(rows, f"{name}.kernel")

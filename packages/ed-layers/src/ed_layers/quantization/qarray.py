@@ -341,7 +341,8 @@ def _multiply_groups(
         return jax.lax.ragged_dot(rows, w.dense(rows.dtype), counts, precision=precision)
     levels = interleave_halves([w.levels(codes) for codes in w.halves()], -2).astype(rows.dtype)
     y = jax.lax.ragged_dot(rows, levels, counts, precision=precision)
-    expert = jnp.searchsorted(jnp.cumsum(counts), jnp.arange(rows.shape[0]), side="right")
+    ends, places = jnp.cumsum(counts), jnp.arange(rows.shape[0])
+    expert = jnp.searchsorted(ends, places, side="right", method="compare_all")
     return (y * w.scales()[jnp.minimum(expert, w.shape[0] - 1), 0]).astype(rows.dtype)
 
 

@@ -345,7 +345,8 @@ def _build_chunk_rows(ctx: Ctx, ragged: RaggedBatch, chunk: int) -> Rows:
     rows = jnp.arange(tokens // chunk + n, dtype=jnp.int32)
     ends = jnp.cumsum(-(-ragged.q_lens // chunk))
     begins = ends - (-(-ragged.q_lens // chunk))
-    owner = jnp.minimum(jnp.searchsorted(ends, rows, side="right"), n - 1).astype(jnp.int32)
+    owner = jnp.searchsorted(ends, rows, side="right", method="compare_all")
+    owner = jnp.minimum(owner, n - 1).astype(jnp.int32)
     place = (rows - begins[owner])[:, None] * chunk + jnp.arange(chunk)
     real = (place < ragged.q_lens[owner][:, None]) & (rows < ends[-1])[:, None]
     token_seqs = jnp.minimum(ragged.seq_of_token, n - 1)

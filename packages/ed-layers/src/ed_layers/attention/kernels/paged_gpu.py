@@ -138,7 +138,9 @@ def build_query_blocks(ragged: RaggedBatch, tokens: int, size: int) -> Int[Array
     counts = jnp.where(jnp.arange(seqs) < ragged.num_seqs, -(-ragged.q_lens // size), 0)
     ends = jnp.cumsum(counts)
     number = jnp.arange(tokens // size + seqs)
-    seq = jnp.minimum(jnp.searchsorted(ends, number, side="right"), seqs - 1)
+    # A search by halves is a loop with several launches in each iteration.
+    seq = jnp.searchsorted(ends, number, side="right", method="compare_all")
+    seq = jnp.minimum(seq, seqs - 1)
     first = (number - (ends - counts)[seq]) * size
     count = jnp.clip(ragged.q_lens[seq] - first, 0, size)
     count = jnp.where(number < ends[-1], count, 0)
