@@ -43,7 +43,10 @@ class AbstractMemory(Memory):
         sizes = [*self.num_pages.values()]
         pages = sizes[0] if len(sizes) == 1 else self.num_pages
         create_cache = partial(
-            self._model.init_paged_cache, pages, self.page_size, num_states=self.max_num_seqs
+            self._model.init_paged_cache,
+            pages,
+            self.page_size,
+            num_states=self.max_num_seqs + (self.num_states or 0),
         )
         create_state = partial(SamplerState.create, self.max_num_seqs, self._vocab_size)
         create_sums = partial(jnp.zeros, (self.max_num_seqs, self._width), jnp.float32)

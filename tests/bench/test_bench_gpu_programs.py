@@ -1,0 +1,70 @@
+"""Compiled decode steps keep ceilings of launches, bytes and temporary buffers.
+
+The nightly tests compile for a GPU without a GPU. They need jax's plugin for CUDA: see
+`elarge plan --compile gpu` in docs/plan.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from ed_elarge.plan.compiled import CUDA_VARIABLE, find_cuda_packages
+from ed_infra.errors import ConfigError
+
+from tools.bench import gpu_programs
+
+
+def has_cuda_plugin() -> bool:
+    """Return whether steps can be compiled for GPUs here."""
+    try:
+        find_cuda_packages()
+    except ConfigError:
+        return False
+    return True
+
+
+def test_table_shows_counts_before_and_after(monkeypatch: pytest.MonkeyPatch):
+    counts = {"launches_per_layer": 20.0, "pool_copies": 0.0, "seconds": 0.004, "tokens": 128.0}
+    counts |= {"host_loops": 1.0, "host_branches": 2.0, "bytes": 2.0**31, "temporary": 2.0**29}
+    results: dict[str, Any] = {
+        "before": {"llama-1b": {"decode step": counts}},
+        "after": {"llama-1b": {"decode step": {**counts, "seconds": 0.002}}},
+    }
+    monkeypatch.setattr(gpu_programs, "read_results", lambda: results)
+    row = gpu_programs.write_table().splitlines()[-1]
+    assert row == (
+        "| llama-1b: decode | 20.0 | 3 | 0 | 2.0 | 0.50 | 4.00 → 2.00 | 32,000 → 64,000 |"
+    )
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """Largest counts of a decode step of two layers: launches, and moved and temporary GiB."""
+
+    launches: float
+    moved: float
+    temporary: float
+    host_loops: int
+
+
+#: About five percent above the counts. A loop over blocks of pages remains in each layer.
+CEILINGS = {
+    "llama-1b": Ceiling(launches=110, moved=3.15, temporary=0.33, host_loops=2),
+    "qwen3-30b-a3b": Ceiling(launches=162, moved=9.7, temporary=0.55, host_loops=2),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not has_cuda_plugin(), reason=f"jax's plugin for CUDA ({CUDA_VARIABLE})")
+@pytest.mark.parametrize("name", CEILINGS)
+def test_compiled_decode_step_keeps_its_ceilings(name: str):
+    ceiling = CEILINGS[name]
+    layers = {"num_hidden_layers": 2}
+    step = gpu_programs.measure_in_child(name, ["decode step"], 30.0, layers)["decode step"]
+    assert step["pool_copies"] == 0
+    assert step["host_loops"] <= ceiling.host_loops
+    assert step["launches"] <= ceiling.launches
+    assert step["bytes"] <= ceiling.moved * gpu_programs.GIB
+    assert step["temporary"] <= ceiling.temporary * gpu_programs.GIB
