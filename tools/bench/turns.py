@@ -5,7 +5,7 @@
 The model has random weights and the layers of Qwen3-Next (three gated delta rules, then attention,
 with experts), with fewer and narrower layers. The first table compares the second turn of a
 conversation with and without saved states. The second table contains the states of conversations
-of eight turns, and the memory that the engine states when it starts.
+of eight turns with a still narrower model, and the memory that the engine states when it starts.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ def second_turns(options: argparse.Namespace) -> list[list[str]]:
 
 def conversations(options: argparse.Namespace) -> list[list[str]]:
     """Return the number and the memory of the states of conversations of eight turns."""
-    model, rng = build(num_hidden_layers=4), np.random.default_rng(1)
+    sizes = {"num_hidden_layers": 4, "hidden_size": 128, "moe_intermediate_size": 64}
+    model, rng = build(**sizes), np.random.default_rng(1)
     engine = start_engine(model, max_num_seqs=8, max_model_len=2048, page_size=64)
     runner, states = engine.loop.runner, engine.loop.scheduler.states
     assert isinstance(runner, ModelRunner), "one process runs the engine"
@@ -130,11 +131,10 @@ def conversations(options: argparse.Namespace) -> list[list[str]]:
     ]
     one = sum(states_bytes) / (runner.memory.max_num_seqs + states.places)
     stated = runner.describe().split("saved states (")[1].split(")")[0]
+    count = len(states)
     engine.terminate()
     cells = [options.conversations, states.places, f"{states.places * one / 2**20:.1f} MiB", stated]
-    return [
-        [*map(str, cells), f"{len(states)}", f"{cached / asked:.3f}", f"{cached / possible:.3f}"]
-    ]
+    return [[*map(str, cells), f"{count}", f"{cached / asked:.3f}", f"{cached / possible:.3f}"]]
 
 
 def main() -> None:

@@ -175,6 +175,20 @@ def test_long_prompt_is_saved_at_intervals_that_are_evicted_first() -> None:
     assert other.states.num_evicted == 3
 
 
+def test_conversations_in_turn_need_two_places_each() -> None:
+    """Requests of many conversations alternate, the worst order for the least recently used."""
+    engine = Engine(places=21, pages=400)
+    prompts, before = [[*draw(12), *draw(9, seed)] for seed in range(1, 11)], [0] * 10
+    for turn in range(5):
+        cached = [engine.ask(prompt, 6) for prompt in prompts]
+        # At most a page of the last prompt is computed again.
+        assert all(count >= length - PAGE for count, length in zip(cached, before, strict=True))
+        before = [len(prompt) for prompt in prompts]
+        answered = zip(prompts, engine.requests[-10:], strict=True)
+        prompts = [[*prompt, *request.output, *draw(7, turn)] for prompt, request in answered]
+    assert engine.states.num_evicted > 20
+
+
 def test_preempted_sequence_continues_from_its_last_state() -> None:
     engine = Engine(pages=20, longest=80, policy="priority")
     long = engine.add(draw(17), 50, end=None, priority=1)

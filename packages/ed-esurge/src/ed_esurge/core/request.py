@@ -66,6 +66,7 @@ class Request:
         num_cached: number of prompt tokens found in the prefix cache at the first admission.
         state_stop: number of tokens before the latest recurrent state that was restored or saved.
         branch_stop: number of tokens, in whole pages, that an earlier prompt also had.
+        restored_state: key of the recurrent state from which the sequence continued.
         output_state: key of the latest recurrent state of the output.
     """
 
@@ -92,6 +93,7 @@ class Request:
     num_cached: int | None = None
     state_stop: int = 0
     branch_stop: int = 0
+    restored_state: bytes | None = None
     output_state: bytes | None = None
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
@@ -195,6 +197,7 @@ class Request:
             pages={},
             page_keys=[*self.page_keys],
             slot=None,
+            restored_state=None,
             output_state=None,
         )
 

@@ -29,9 +29,11 @@ has not read. A request that needs a state of the planned step waits for the nex
   away, for prompts that are changed or preempted;
 - each multiple of `spacing` tokens of an output, for the next turn and for a preempted sequence.
 
-**Eviction.** States of the third kind, and the earlier states of an output, are evicted first.
-Within both classes the least recently used state is evicted first. A hit moves a state to the
-second class. A preempted sequence continues from its last stored state.
+**Eviction.** Spare states are evicted first: those of the third kind, the earlier states of an
+output, and a state that one request has continued, after that request has saved a later state.
+Within both classes the least recently used state is evicted first. A state with a second hit, such
+as that of a system message, is no longer spare. A preempted sequence continues from its last stored
+state.
 """
 
 from __future__ import annotations
@@ -91,6 +93,7 @@ class StateStore:
         self._copies: dict[int, int] = {}  # target row -> source row
         self._saves: list[tuple[int, int]] = []
         self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._hits: dict[bytes, int] = {}  # number of sequences that continued from a state
         self._blank = list(range(first + places - 1, first - 1, -1))
 
     def __contains__(self, key: object) -> bool:
@@ -112,12 +115,15 @@ class StateStore:
         assert request.slot is not None, "only a running request has a state"
         request.state_stop = stop = request.num_computed
         self._copies.pop(request.slot, None)
+        request.restored_state = None
         if stop:
             key = request.page_keys[stop // self.page_size - 1]
             place = self._spare.pop(key) if key in self._spare else self._place_of[key]
             self._place_of[key] = place
             self._place_of.move_to_end(key)
             self._copies[request.slot] = place
+            self._hits[key] = self._hits.get(key, 0) + 1
+            request.restored_state = key
         if request.num_cached is None:
             keys = request.page_keys[: (len(request.prompt) - 1) // self.page_size]
             request.branch_stop = self._count_known(keys) * self.page_size
@@ -225,6 +231,7 @@ class StateStore:
 
     def discard(self, key: bytes) -> None:
         """Drop the state of a page whose contents will be overwritten."""
+        self._hits.pop(key, None)
         place = self._place_of.pop(key, None)
         if place is None:
             place = self._spare.pop(key, None)
@@ -233,7 +240,8 @@ class StateStore:
 
     def clear(self) -> None:
         """Drop all states, after a change of the weights. No sequence may run."""
-        for table in (self._place_of, self._spare, self._uncommitted, self._copies, self._known):
+        tables = (self._place_of, self._spare, self._uncommitted, self._copies, self._known)
+        for table in (*tables, self._hits):
             table.clear()
         self._saves.clear()
         self._planned_keys.clear()
@@ -267,16 +275,28 @@ class StateStore:
         for table in (self._spare, self._place_of):
             if table:
                 self.num_evicted += 1
-                return table.popitem(last=False)[1]
+                key, place = table.popitem(last=False)
+                self._hits.pop(key, None)
+                return place
         return None
 
     def _store(self, key: bytes, place: int, state: UncommittedState) -> None:
         (self._spare if state.is_spare else self._place_of)[key] = place
         request = state.request
+        if state.is_spare:
+            return
+        restored, request.restored_state = request.restored_state, None
+        if restored is not None and self._hits.get(restored) == 1:
+            self._make_spare(restored)
         if state.stop >= len(request.prompt):
-            earlier, request.output_state = request.output_state, key
-            if earlier is not None and earlier in self._place_of:
-                self._spare[earlier] = self._place_of.pop(earlier)
+            if request.output_state is not None:
+                self._make_spare(request.output_state)
+            request.output_state = key
+
+    def _make_spare(self, key: bytes) -> None:
+        place = self._place_of.pop(key, None)
+        if place is not None:
+            self._spare[key] = place
 
     def _count_known(self, keys: Sequence[bytes]) -> int:
         return next((i for i, key in enumerate(keys) if key not in self._known), len(keys))
