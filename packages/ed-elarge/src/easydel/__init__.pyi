@@ -416,6 +416,7 @@ from ed_models.families.kimi_linear import KimiLinearForCausalLM as KimiLinearFo
 from ed_models.families.kimi_linear import KimiLinearModel as KimiLinearModel
 from ed_models.families.kimi_k25 import KimiMerger as KimiMerger
 from ed_models.families.kimi_k25 import KimiTower as KimiTower
+from ed_esurge import LLM as LLM
 from ed_models.protocol import LanguageModel as LanguageModel
 from ed_models.families.nemotron_h import LatentExperts as LatentExperts
 from ed_layers import LayerCacheSpec as LayerCacheSpec
@@ -456,6 +457,7 @@ from ed_models.families.llava_next import LlavaNextModel as LlavaNextModel
 from ed_models.families.llava_onevision import LlavaOnevisionConfig as LlavaOnevisionConfig
 from ed_models.families.llava_onevision import LlavaOnevisionForConditionalGeneration as LlavaOnevisionForConditionalGeneration
 from ed_models.families.llava_onevision import LlavaOnevisionModel as LlavaOnevisionModel
+from ed_esurge import LoRARequest as LoRARequest
 from ed_data import Loader as Loader
 from ed_trainers import LogWatcher as LogWatcher
 from ed_esurge import LoggedRequest as LoggedRequest
@@ -831,6 +833,7 @@ from ed_layers import StateSpec as StateSpec
 from ed_models.families.kimi_linear import StillLatentAttention as StillLatentAttention
 from ed_data import StreamLoader as StreamLoader
 from ed_esurge import StructuredOutputs as StructuredOutputs
+from ed_esurge import StructuredOutputsParams as StructuredOutputsParams
 from ed_models.families.t5 import T5Config as T5Config
 from ed_models.families.t5 import T5ForConditionalGeneration as T5ForConditionalGeneration
 from ed_models.families.t5gemma import T5GemmaConfig as T5GemmaConfig

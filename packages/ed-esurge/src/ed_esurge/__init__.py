@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from ed_esurge.engine import eSurge as eSurge
     from ed_esurge.lm_eval import eSurgeLM as eSurgeLM
     from ed_esurge.logged import LoggedRequest as LoggedRequest
+    from ed_esurge.offline import LLM as LLM
+    from ed_esurge.offline import LoRARequest as LoRARequest
+    from ed_esurge.offline import StructuredOutputsParams as StructuredOutputsParams
     from ed_esurge.outputs import CompletionOutput as CompletionOutput
     from ed_esurge.outputs import Logprob as Logprob
     from ed_esurge.outputs import RequestMetrics as RequestMetrics
@@ -27,6 +30,8 @@ __getattr__, __dir__, __all__ = attach(
         "AsyncEngine": "ed_esurge.engine",
         "CompletionOutput": "ed_esurge.outputs",
         "EngineConfig": "ed_esurge.config",
+        "LLM": "ed_esurge.offline",
+        "LoRARequest": "ed_esurge.offline",
         "LoggedRequest": "ed_esurge.logged",
         "Logprob": "ed_esurge.outputs",
         "PoolingParams": "ed_esurge.sampling",
@@ -34,6 +39,7 @@ __getattr__, __dir__, __all__ = attach(
         "RequestOutput": "ed_esurge.outputs",
         "SamplingParams": "ed_esurge.sampling",
         "StructuredOutputs": "ed_esurge.sampling",
+        "StructuredOutputsParams": "ed_esurge.offline",
         "create_app": "ed_esurge.server.app",
         "eSurge": "ed_esurge.engine",
         "eSurgeLM": "ed_esurge.lm_eval",

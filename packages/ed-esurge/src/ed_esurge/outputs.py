@@ -208,6 +208,11 @@ class RequestOutput:
         """Number of generated tokens in `outputs`."""
         return sum([len(out.token_ids) for out in self.outputs])
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """Number of prompt tokens that were read from the prefix cache."""
+        return self.metrics.num_cached_tokens
+
     # EasyDeL's names.
 
     def get_text(self) -> str:

@@ -3,7 +3,8 @@ transformers."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from ed_infra.options import Options, Whole
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -23,6 +24,17 @@ _OF_BEAMS = frozenset(
         *("ignore_eos", "logprobs", "detokenize", "skip_special_tokens"),
     )
 )
+
+#: Option of vLLM without an effect here -> its values that change nothing.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (None,),
+    "logits_processors": (None, []),
+    "extra_args": (None, {}),
+    "flat_logprobs": (False,),
+    "best_of": (None, 1),
+    "guided_decoding": (None,),
+}
 
 
 class StructuredOutputs(Options):
@@ -69,6 +81,17 @@ class SamplingParams(Options):
     `min_p` and XTC. DRY adds to the biases. `mirostat` replaces the filters after the temperature.
     `logprobs_mode` selects the log-probabilities before or after all of these.
     """
+
+    ALIASES: ClassVar[Mapping[str, str]] = {"guided_decoding": "structured_outputs"}
+    EQUIVALENT: ClassVar[Mapping[str, str]] = {
+        "spaces_between_special_tokens": "omit it: the tokenizer decides",
+        "truncate_prompt_tokens": "the option auto_truncate_prompt of the engine",
+        "logits_processors": "logit_bias, allowed_token_ids, bad_words or structured_outputs",
+        "extra_args": "omit it: this project has no counterpart",
+        "flat_logprobs": "omit it: log-probabilities are mappings",
+        "best_of": "n",
+        "output_kind": "eSurge.stream for deltas",
+    }
 
     n: Annotated[int, Field(ge=1, le=4096)] = 1
     """Number of completions per prompt. They share the pages of the prompt and have different
@@ -172,6 +195,13 @@ class SamplingParams(Options):
     """Decode tokens to text. False: outputs and log-probabilities have no text, and stop strings
     are not supported."""
     skip_special_tokens: bool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral_values(cls, values: object) -> object:
+        if not isinstance(values, dict) or not _NEUTRAL.keys() & values.keys():
+            return values
+        return {k: v for k, v in values.items() if k not in _NEUTRAL or v not in _NEUTRAL[k]}
 
     @field_validator("stop", "bad_words", mode="before")
     @classmethod
