@@ -20,6 +20,7 @@ from ed_trainers.figures.flops import PEAKS, known_peak, utilization
 from ed_trainers.figures.meter import ACTIVITIES, Meter, peak_memory
 from ed_trainers.figures.metrics import read_metrics
 from ed_trainers.figures.sinks import Buffered
+from ed_trainers.figures.trackers import About, Trackio
 
 
 @pytest.fixture
@@ -302,6 +303,15 @@ def test_trackers_get_the_rows_and_resume(toy, tmp_path, monkeypatch, name):
     again = dict(calls[[verb for verb, _, _ in calls].index("begin")][2])
     assert number in {str(value) for value in again.values()}
     assert (tmp_path / f"{name}.run").read_text() == number
+
+
+@pytest.mark.parametrize("space", [None, "org/space"])
+def test_trackio_gets_its_space(tmp_path, monkeypatch, space):
+    calls = []
+    monkeypatch.setitem(sys.modules, "trackio", fake("trackio", calls))
+    tracker = Trackio(tmp_path, About("tests", "first", {}, space))
+    tracker.begin("first-1")
+    assert calls[0][2].get("space_id") == space
 
 
 def test_missing_tracker_error_states_install_command(toy, tmp_path, monkeypatch):

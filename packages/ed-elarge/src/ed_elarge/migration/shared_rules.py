@@ -347,10 +347,11 @@ TRAINING_RULES: dict[str, KeyRule] = {
     **{
         key: omit("no effect on the result")
         for key in (
-            *("log_level", "log_level_replica", "skip_memory_metrics", "trackio_space_id"),
+            *("log_level", "log_level_replica", "skip_memory_metrics"),
             *("trackio_bucket_id", "trackio_static_space_id", "torchdistx_path"),
         )
     },
+    "trackio_space_id": copy_to("trainer.tracker_entity"),
     "label_names": omit("only classifiers have names of labels"),
 }
 #: Key of PEFT in YAML files -> its rule.

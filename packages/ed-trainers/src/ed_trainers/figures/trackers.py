@@ -151,8 +151,13 @@ class Trackio(Tracker):
 
     def begin(self, run_id: str | None) -> str:
         number = run_id or f"{self.about.name}-{uuid.uuid4().hex[:6]}"
+        space = {} if self.about.entity is None else {"space_id": self.about.entity}
         self.module.init(
-            project=self.about.project, name=number, config=self.about.settings, resume="allow"
+            project=self.about.project,
+            name=number,
+            config=self.about.settings,
+            resume="allow",
+            **space,
         )
         return number
 

@@ -278,7 +278,7 @@ class TrainingArguments(Options):
     run_name: str | None = None
     """Name of the run in a tracker; None: the last part of `save_directory`."""
     tracker_entity: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    """Team or user of the run in wandb; None: the default of the account."""
+    """Team or user of the run in wandb, or Space of trackio; None: the account's, or no Space."""
     peak_flops_per_device: Positive | None = None
     """Peak FLOP/s of a device, for MFU. None: the known value of the device kind; without a known
     value no MFU is reported."""

@@ -125,8 +125,11 @@ atexit.register(_PROCESS.end)
 
 def _compare(text: str, answer: str) -> bool | None:
     """Return whether a text ends with an answer; the settings are those of TRL's reward."""
-    from latex2sympy2_extended import NormalizationConfig
-    from math_verify import LatexExtractionConfig, parse, verify
+    from math_verify import (  # pyright: ignore[reportMissingImports]
+        LatexExtractionConfig,
+        parse,
+        verify,
+    )
 
     expected = parse(answer, parsing_timeout=None)
     if not expected:
@@ -134,7 +137,7 @@ def _compare(text: str, answer: str) -> bool | None:
     if not expected:
         return None
     config = LatexExtractionConfig(
-        normalization_config=NormalizationConfig(units=True),
+        normalization_config=type(LatexExtractionConfig().normalization_config)(units=True),
         boxed_match_priority=0,
         try_extract_without_anchor=False,
     )
