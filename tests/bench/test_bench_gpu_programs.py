@@ -14,6 +14,7 @@ from ed_elarge.plan.compiled import CUDA_VARIABLE, find_cuda_packages
 from ed_infra.errors import ConfigError
 
 from tools.bench import gpu_programs
+from tools.workspace import ROOT
 
 
 def has_cuda_plugin() -> bool:
@@ -23,6 +24,11 @@ def has_cuda_plugin() -> bool:
     except ConfigError:
         return False
     return True
+
+
+def test_documented_table_is_that_of_the_stored_counts():
+    page = (ROOT / "docs/plan.md").read_text("utf-8")
+    assert gpu_programs.write_table() in page
 
 
 def test_table_shows_counts_before_and_after(monkeypatch: pytest.MonkeyPatch):
