@@ -16,6 +16,7 @@ How the rows are counted:
 
 - Blocks of documents: run files with a model and actions, and Python blocks that import `easydel`
   and define every name that they use. The pages of `docs/easydata` are about another library.
+  With `EASYDEL_PYTHON`, the line of a failed block also has the error of EasyDeL itself.
 - Blocks of the README: every Python block with the word `easydel`, also those that only show a
   form with `...` in the place of arguments.
 - Statements about base modules: those of `docs/infra/base_module.md` and of the overview in the
@@ -353,9 +354,11 @@ class Trials:
         """Count the run files and the Python blocks of the documents."""
         files = {one.name: try_dry_run(one, self.stand_ins) for one in documents(self.root)}
         blocks = easydel_python.list_document_blocks(self.root)
-        return count_results(
-            files | easydel_python.try_blocks(blocks, self.models, "document", together=False)
-        )
+        results = easydel_python.try_blocks(blocks, self.models, "document", together=False)
+        failed = {name: blocks[name] for name, error in results.items() if error and self.python}
+        for name, error in easydel_python.try_original(self.python, failed).items():
+            results[name] = f"(EasyDeL itself: {error or 'no error'}) {results[name]}"
+        return count_results(files | results)
 
     def count_scripts(self) -> Count:
         """Count the scripts of `tests/guides/easydel_scripts`."""

@@ -147,6 +147,7 @@ _QWEN3_5 = "the model with images is not implemented; the text model is {text}"
 _OMNI = "Qwen3-Omni is not implemented; for sound and text use Qwen2AudioForConditionalGeneration"
 _XERXES = "a model of EasyDeL's author without published weights; no other library has the family"
 _DIFFUSION = "language models that denoise text are not implemented"
+_SPARSE = "use SparseMLP of ed_layers.moe.layer, which has a Router and Experts"
 _MOSHPIT = "use online methods with `environments` (docs/tasks/asynchronous_rl.md)"
 
 
@@ -159,6 +160,19 @@ ABSENT: dict[str, str] = {
     "TensorConverter": "use torch.from_numpy(numpy.array(x)) and jax.numpy.asarray(x)",
     "TurboQuantConfig": "TurboQuant is not implemented; kv_cache_quantization_config has 8 bits",
     **_same("AgenticMoshPitConfig AgenticMoshPitTrainer", _MOSHPIT),
+    **_same(
+        "layers.moe.BaseMoeModule layers.moe.MoeFusedHooks layers.moe.MoeMetrics "
+        "layers.moe.MoeLoadBalancingStrategy layers.moe.MoeRoutingStrategy "
+        "layers.moe.get_moe_partition_spec",
+        _SPARSE,
+    ),
+    "layers.quantization.BaseQuantizer": (
+        "formats are a table (ed_layers.quantization.formats); EasyDeL 0.3 does not have the class "
+        "that its page names"
+    ),
+    "trainers.TrainerConfigureFunctionOutput": (
+        "a method is a record of functions (ed_trainers.contract.Method, docs/methods.md)"
+    ),
     "InferenceApiRouter": "ed.serve accepts a mapping of names to engines",
     "CLIPTextModelWithProjection": "use CLIPModel, which embeds texts and images",
     "Gemma4MultimodalEmbedder": "its two layers are part of Gemma4Model",
