@@ -108,7 +108,8 @@ def conversations(options: argparse.Namespace) -> list[list[str]]:
     """Return the number and the memory of the states of conversations of eight turns."""
     sizes = {"num_hidden_layers": 4, "hidden_size": 128, "moe_intermediate_size": 64}
     model, rng = build(**sizes), np.random.default_rng(1)
-    engine = start_engine(model, max_num_seqs=8, max_model_len=2048, page_size=64)
+    pools = {"num_pages": 1024, "num_states": 3 * options.conversations}
+    engine = start_engine(model, max_num_seqs=8, max_model_len=2048, page_size=64, **pools)
     runner, states = engine.loop.runner, engine.loop.scheduler.states
     assert isinstance(runner, ModelRunner), "one process runs the engine"
     assert states is not None, "the model has recurrent layers"
@@ -116,12 +117,12 @@ def conversations(options: argparse.Namespace) -> list[list[str]]:
     prompts = [[*system, *rng.integers(3, 4000, 40).tolist()] for _ in range(options.conversations)]
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, detokenize=False)
     asked = cached = possible = 0
-    for turn in range(8):
+    for _ in range(8):
         outputs = engine.generate(prompts, params)
         for output in outputs:
             asked += len(output.prompt_token_ids)
             cached += output.metrics.num_cached_tokens
-            possible += len(output.prompt_token_ids) - 40 if turn else 0
+            possible += len(output.prompt_token_ids) - 40  # all but the new message
         prompts = [
             [*output.prompt_token_ids, *output.outputs[0].token_ids, *rng.integers(3, 4000, 40)]
             for output in outputs

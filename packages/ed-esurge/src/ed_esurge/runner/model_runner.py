@@ -167,8 +167,8 @@ class ModelRunner:
         ]
         states = ""
         if self.num_states:
-            gib = self.memory.saved_state_bytes() / 2**30
-            states = f"{self.num_states} saved states ({gib:.2f} GiB), "
+            mib = self.memory.saved_state_bytes() / 2**20
+            states = f"{self.num_states} saved states ({mib:.1f} MiB), "
         return (
             f"{' and '.join(pages) or 'no pages'} of {self.page_size} tokens "
             f"({self.memory.cache_bytes() / 2**30:.2f} GiB), {states}"
