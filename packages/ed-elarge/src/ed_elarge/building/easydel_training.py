@@ -48,21 +48,22 @@ _CHUNKS = ("chunk_vocab_size", "chunk_token_size", "chunk_block_size", "break_on
 
 
 class LossConfig:
-    """Creates a `TokenLoss` from the fields of EasyDeL's `LossConfig`.
-
-    Args:
-        label_smoothing, z_loss: see `TokenLoss`.
-        fields: the other fields of EasyDeL. `chunk_*` and `break_on_nan` have no effect: losses
-            choose the number of tokens whose logits exist at the same time, and trainers stop at
-            NaN. The others must have the value that every loss here has.
-
-    Raises:
-        ConfigError: a field is unknown, or has another value.
-    """
+    """EasyDeL's name of `TokenLoss`."""
 
     def __new__(
         cls, *, label_smoothing: float = 0.0, z_loss: float = 0.0, **fields: object
     ) -> TokenLoss:
+        """Return a `TokenLoss` from the fields of EasyDeL's `LossConfig`.
+
+        Args:
+            label_smoothing, z_loss: see `TokenLoss`.
+            fields: the other fields of EasyDeL. `chunk_*` and `break_on_nan` have no effect:
+                losses choose the number of tokens whose logits exist at the same time, and trainers
+                stop at NaN. The others must have the value that every loss here has.
+
+        Raises:
+            ConfigError: a field is unknown, or has another value.
+        """
         for name, value in fields.items():
             if name in _CHUNKS:
                 continue
