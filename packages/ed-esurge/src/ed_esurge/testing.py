@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from ed_infra.enums import TaskType
 from ed_infra.errors import CheckpointError, ConfigError
+from flax import nnx
 
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.adapters import AdapterTable, LoadedAdapter
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 
     from ed_esurge.grammars.store import Grammars
 
+#: Tokens that the scripted engine creates before another request has its turn.
+_STEP_TOKENS = 16
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message.role == 'assistant' and loop.first %}"
@@ -160,7 +164,7 @@ class ScriptedEngine:
             for choice in range(sampling_params.n):
                 reply = self._reply(prompt_token_ids, choice)
                 completion = _completion(self.tokenizer, reply, choice, sampling_params)
-                for out in await run(list, completion):
+                async for out in _read_in_steps(completion, run):
                     await asyncio.sleep(self._delay)
                     if num_sent == self._fail_after:
                         self.is_healthy = False
@@ -250,6 +254,15 @@ def _position(token: int, place: int, count: int) -> PositionLogprobs:
     return position
 
 
+async def _read_in_steps(
+    outputs: Iterator[CompletionOutput], run: Callable[..., Awaitable[list[CompletionOutput]]]
+) -> AsyncGenerator[CompletionOutput]:
+    """Yield outputs that a thread creates, a few at a time, so that requests take turns."""
+    while step := await run(list, islice(outputs, _STEP_TOKENS)):
+        for out in step:
+            yield out
+
+
 def _prompt_logprobs(
     prompt: list[int], params: SamplingParams
 ) -> list[PositionLogprobs | None] | None:
@@ -260,7 +273,9 @@ def _prompt_logprobs(
     return [None, *positions]
 
 
-def _completion(tokenizer: Tokenizer, reply: str, index: int, params: SamplingParams) -> Any:
+def _completion(
+    tokenizer: Tokenizer, reply: str, index: int, params: SamplingParams
+) -> Iterator[CompletionOutput]:
     """Yield the text of each token in whole characters, up to a stop string or `max_tokens`."""
     reply = reply.encode("utf-8", "replace").decode()  # tokens spell no lone surrogate
     tokens = tokenizer(reply, add_special_tokens=False)["input_ids"]
@@ -351,6 +366,13 @@ class NamedReplies(ScriptedEngine):
         return next(TOOL_REPLIES[name] for name in TOOL_REPLIES if f"reply {name}" in text)
 
 
+class _EmptyModel(nnx.Module):
+    """A model without weights, with the vocabulary of `byte_tokenizer`."""
+
+    def __init__(self) -> None:
+        self.config = SimpleNamespace(vocab_size=258)
+
+
 class ScriptedTranscriber:
     """A model for speech without weights: each second of a recording has one word.
 
@@ -368,7 +390,7 @@ class ScriptedTranscriber:
 
     def __init__(self, delay: float = 0.0) -> None:
         self.processor = SimpleNamespace(tokenizer=byte_tokenizer(None))
-        self.model = SimpleNamespace(config=SimpleNamespace(vocab_size=258))
+        self.model = _EmptyModel()
         self.attempts, self._delay = 0, delay
 
     def transcribe(

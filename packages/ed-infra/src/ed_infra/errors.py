@@ -169,8 +169,14 @@ def describe_missing_path(path: str) -> str:
     The result is `"; there is no 'gpro' in runs; did you mean 'grpo'?"`. It is empty for a path
     that exists, and for a name such as `ORGANIZATION/MODEL` whose first part is no folder here.
     """
+    try:
+        return _find_missing_part(Path(path).expanduser().parts)
+    except (OSError, RuntimeError, ValueError):  # no file can have this name
+        return ""
+
+
+def _find_missing_part(parts: tuple[str, ...]) -> str:
     place = Path()
-    parts = Path(path).expanduser().parts
     for depth, part in enumerate(parts):
         if (place / part).exists():
             place /= part

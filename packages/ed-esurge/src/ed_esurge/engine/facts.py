@@ -59,7 +59,7 @@ class EngineFacts:
         return sorted(name for name in names if getattr(self, name) != getattr(other, name))
 
 
-def describe_dtypes(model: nnx.Module) -> str:
+def describe_dtypes(model: object) -> str:
     """Return the format of most weights of a model, and the dtype of its computation."""
     sizes: Counter[str] = Counter()
     for leaf in jax.tree.leaves(nnx.state(model), is_leaf=lambda one: isinstance(one, QArray)):
