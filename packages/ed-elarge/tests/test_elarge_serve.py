@@ -197,7 +197,7 @@ def test_run_serves_further_models_and_a_directory(
 ) -> None:
     for folder in ("other", "models/third"):
         shutil.copytree(quickstart_model, tmp_path / folder)
-    names = ["model", "other", "third"]
+    names = [quickstart_model.parent.name, "other", "third"]
     options = {"also": [str(tmp_path / "other")], "model_directory": str(tmp_path / "models")}
     assert serve_and_complete(quickstart_model, names, monkeypatch, **options) == names
 
