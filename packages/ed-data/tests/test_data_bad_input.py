@@ -61,6 +61,10 @@ def test_broken_file_error_contains_location(tmp_path, name, data, says):
     assert re.search(says, error_of(tmp_path / name))
 
 
+#: Endings of files of columns, and their types.
+COLUMNS = {"parquet": "parquet", "arrow": "arrow", "stream": "arrow"}
+
+
 def compress_rows(suffix: str) -> bytes:
     """Return rows in an archive, or in a file of columns."""
     if suffix == "zip":
@@ -68,25 +72,26 @@ def compress_rows(suffix: str) -> bytes:
         with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr("ä.jsonl", GOOD)
         return buffer.getvalue()
-    if suffix in ("parquet", "arrow"):
+    if suffix in COLUMNS:
         table = pa.table({"content": ["good"] * 3, "more": [[1], [2, 3], []]})
         sink = pa.BufferOutputStream()
         if suffix == "parquet":
             pq.write_table(table, sink, compression="none")
         else:
-            with pa.ipc.new_file(sink, table.schema) as writer:
+            create = pa.ipc.new_file if suffix == "arrow" else pa.ipc.new_stream
+            with create(sink, table.schema) as writer:
                 writer.write(table)
         return sink.getvalue().to_pybytes()
     return {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}[suffix](GOOD)
 
 
-SUFFIXES = ("zip", "gz", "bz2", "xz", "parquet", "arrow")
+SUFFIXES = ("zip", "gz", "bz2", "xz", *COLUMNS)
 
 
 def read_damaged(folder, suffix: str, step: int, values: tuple[int, ...]) -> None:
     """Replace every byte at a multiple of `step` by each value, and read the rows."""
     path, data = folder / f"a.jsonl.{suffix}", compress_rows(suffix)
-    kind = suffix if suffix in ("parquet", "arrow") else "json"
+    kind = COLUMNS.get(suffix, "json")
     messages = []
     for position in range(0, len(data), step):
         for value in values:

@@ -346,6 +346,8 @@ def _damage_named(file: SourceFile, kind: str) -> Iterator[None]:
         raise
     except (pa.ArrowException, ArithmeticError, LookupError, ValueError) as error:
         raise DataError(f"{file.address} is not {kind}, or is truncated: {error}") from error
+    except MemoryError as error:  # the file states a length beyond the memory
+        raise DataError(f"{file.address} is not {kind}, or needs more memory") from error
 
 
 def _arrow_batches(
