@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -263,17 +262,6 @@ def test_free_memory_is_returned_soon_after_the_last_request(monkeypatch):
 
     assert asyncio.run(send_requests()) == [0, 1, 2]
     assert budget.used == budget.released == 0
-
-
-@pytest.mark.parametrize(("variable", "calls"), [("OTHER", 1), ("MALLOC_ARENA_MAX", 0)])
-def test_threads_share_two_heaps_unless_the_user_sets_options(monkeypatch, variable, calls):
-    values = []
-    library = SimpleNamespace(mallopt=lambda *value: values.append(value))
-    monkeypatch.setattr(admission.ctypes, "CDLL", lambda _: library)
-    monkeypatch.setattr(admission.platform, "libc_ver", lambda: ("glibc", "2.40"))
-    monkeypatch.setattr(admission.os, "environ", {variable: "4"})
-    admission.limit_arenas()
-    assert values == [(-8, 2)] * calls
 
 
 @pytest.mark.parametrize("count", [1, 31, 32, 100])

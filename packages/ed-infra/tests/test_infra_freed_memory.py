@@ -8,8 +8,10 @@ import os
 import platform
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+from ed_infra import freed_memory
 from ed_infra.host_memory import settle
 
 #: Prints the page faults of a step before `keep`, while memory is kept, and after `give_back`, and
@@ -94,3 +96,14 @@ def test_settled_objects_are_excluded_without_a_collection() -> None:
         gc.callbacks.remove(record)
         gc.unfreeze()
         gc.enable()
+
+
+@pytest.mark.parametrize(("variable", "calls"), [("OTHER", 1), ("MALLOC_ARENA_MAX", 0)])
+def test_threads_share_two_heaps_unless_the_user_sets_options(monkeypatch, variable, calls):
+    values = []
+    library = SimpleNamespace(mallopt=lambda *value: values.append(value))
+    monkeypatch.setattr(freed_memory.ctypes, "CDLL", lambda _: library)
+    monkeypatch.setattr(freed_memory.platform, "libc_ver", lambda: ("glibc", "2.40"))
+    monkeypatch.setattr(freed_memory.os, "environ", {variable: "4"})
+    freed_memory.limit_arenas()
+    assert values == [(-8, 2)] * calls

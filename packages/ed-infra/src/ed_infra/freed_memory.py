@@ -7,6 +7,8 @@ model. `keep` lets the C library keep these pages, and `give_back` ends this.
 
 The C library keeps only the memory of the main thread. Programs must therefore be executed by the
 thread that calls them (`compute_in_calling_thread`), and that must be the main thread.
+
+A server has many threads and no such steps: `limit_arenas` lets them share their free memory.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ _ASYNCHRONOUS = "jax_cpu_enable_async_dispatch"
 #: Parameters of glibc's `mallopt`: the size of free memory above which memory is returned, and the
 #: number of allocations that are separate mappings.
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
+#: The parameter for the number of heaps.
+_ARENA_MAX = -8
 _NEVER = -1
 #: glibc's default of `_MMAP_MAX`, and the greatest threshold that it selects by itself.
 _MMAP_MAX_DEFAULT, _GREATEST_THRESHOLD = 65536, 64 << 20
@@ -72,10 +76,25 @@ def give_back() -> None:
     c.malloc_trim(0)
 
 
+def limit_arenas() -> None:
+    """Let all threads share two heaps of glibc, unless the user sets options of glibc.
+
+    Otherwise each thread gets a heap, and each heap keeps memory between the bytes that are in use.
+    """
+    if _has_default_glibc():
+        ctypes.CDLL(None).mallopt(_ARENA_MAX, 2)
+
+
 def _applies() -> bool:
     return (
         computes_in_calling_thread()
         and threading.current_thread() is threading.main_thread()
-        and platform.libc_ver()[0] == "glibc"
-        and not any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
+        and _has_default_glibc()
+    )
+
+
+def _has_default_glibc() -> bool:
+    """Return whether the C library is glibc, and the user has set no options of it."""
+    return platform.libc_ver()[0] == "glibc" and not any(
+        name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ
     )

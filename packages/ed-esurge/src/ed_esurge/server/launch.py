@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
+from ed_infra import freed_memory
 from ed_infra.errors import ConfigError, EasyDeLError
 from ed_infra.host_memory import settle
 from ed_infra.logging import show_times
@@ -23,7 +24,7 @@ from uvicorn.logging import AccessFormatter, DefaultFormatter
 
 from ed_esurge.engine.transport import follow_all
 from ed_esurge.server.app import Engines, create_app
-from ed_esurge.server.http.admission import LOOPBACK, limit_arenas
+from ed_esurge.server.http.admission import LOOPBACK
 from ed_esurge.server.http.connections import (
     SEND_BUFFER,
     ConnectionSlots,
@@ -265,7 +266,7 @@ def serve(
         keywords = {"log_level": "warning", **keywords}
     keywords |= {"host": host, "port": port}
     options = ListenOptions.merge("serve", options, keywords)
-    limit_arenas()
+    freed_memory.limit_arenas()
     with leading(engine) as leads:
         if leads:
 

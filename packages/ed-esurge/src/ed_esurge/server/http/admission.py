@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import os
-import platform
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -106,15 +103,6 @@ class Reservation:
             self._bytes = 0
 
 
-def limit_arenas() -> None:
-    """Let all threads share two heaps of glibc, unless the user sets options of glibc.
-
-    Otherwise each thread gets a heap, and each heap keeps memory between the bytes that are in use.
-    """
-    if platform.libc_ver()[0] == "glibc" and not any(map(_GLIBC_OPTIONS.match, os.environ)):
-        ctypes.CDLL(None).mallopt(_ARENA_MAX, 2)
-
-
 def return_free_memory() -> None:
     """Let the C library return its free memory to the system, if it can.
 
@@ -132,9 +120,6 @@ def get_client(scope: Scope) -> str:
     return get_owner(scope) or str(address[0])
 
 
-#: The parameter of glibc's `mallopt` for the number of heaps.
-_ARENA_MAX = -8
-_GLIBC_OPTIONS = re.compile("MALLOC_|GLIBC_TUNABLES")
 #: Bytes of ended requests after which the C library returns its free memory to the system.
 RETURNED_BYTES = 2**26
 #: Seconds after which it returns the free memory of fewer bytes.
