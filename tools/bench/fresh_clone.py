@@ -9,6 +9,7 @@ The table has processor and elapsed time; run it on an idle machine.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
@@ -32,9 +33,8 @@ PARTS = ("install", "fine-tune", "serve")
 #: The commands of the README that are measured, without the installation of uv.
 COMMAND = re.compile(r"^(?:pip install uv && )?(uv run elarge examples/\w+\.yaml)$", re.MULTILINE)
 ADDRESS = "http://127.0.0.1:11556"
-REQUEST = (
-    b'{"messages": [{"role": "user", "content": "Tea with Nadia on Friday."}], "max_tokens": 16}'
-)
+#: Chats that the run did not train on; the server gets the first question.
+CHATS = "examples/data/appointments_heldout.jsonl"
 
 
 class FreshCloneError(Exception):
@@ -104,6 +104,12 @@ def start_command(command: str, folder: Path) -> Iterator[subprocess.Popen[bytes
         server.wait(120)
 
 
+def write_request(chats: str) -> bytes:
+    """Return the body of a request with the first of the chats, without its answer."""
+    *messages, _ = json.loads(chats.partition("\n")[0])["messages"]
+    return json.dumps({"messages": messages, "max_tokens": 64}).encode()
+
+
 def serve_answer(command: str, folder: Path, seconds: float = 900) -> None:
     """Serve until the first answer of a chat.
 
@@ -111,7 +117,9 @@ def serve_answer(command: str, folder: Path, seconds: float = 900) -> None:
         FreshCloneError: the server ended, or did not answer in time.
     """
     request = urllib.request.Request(
-        f"{ADDRESS}/v1/chat/completions", REQUEST, {"Content-Type": "application/json"}
+        f"{ADDRESS}/v1/chat/completions",
+        write_request((folder / CHATS).read_text("utf-8")),
+        {"Content-Type": "application/json"},
     )
     deadline = time.monotonic() + seconds
     with start_command(command, folder) as server:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from ed_elarge.actions import execution
 from ed_elarge.actions.summary import Summary
 from ed_elarge.config.nodes import parse_yaml
 from ed_elarge.config.normalize import normalize
+from ed_infra.chats import Chat, Prompt
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -47,6 +50,38 @@ def test_error_rates_of_transcripts_are_rows_of_the_summary() -> None:
     rows = {name: value for name, value, _ in summary._rows()}
     assert rows["held-out word error rate"] == "12.5%"
     assert rows["held-out character error rate"] == "3.1%"
+
+
+CHAT = (
+    {"role": "system", "content": "Answer with the user's word."},
+    {"role": "user", "content": "It's green."},
+)
+PICTURE = ({"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]},)
+LONG = ({"role": "user", "content": "word " * 1000},)
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "trained", "expected"),
+    [
+        ([CHAT], LONG, CHAT),  # a question of the evaluation, which training did not see
+        ([], CHAT, CHAT),
+        (["The", PICTURE, LONG], CHAT, CHAT),
+        ([], PICTURE, ({"role": "user", "content": "Hello"},)),
+        ([], LONG, ({"role": "user", "content": "Hello"},)),
+    ],
+)
+def test_suggested_request_asks_for_what_the_model_was_trained_on(
+    tmp_path: Path, evaluated: list[Prompt], trained: Chat, expected: Chat
+) -> None:
+    summary = Summary()
+    summary.directory, summary.question = tmp_path, trained
+    for prompt in evaluated:
+        summary.record_sample(prompt, "green")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    request = next(line for line in summary._places(tmp_path).splitlines() if "curl" in line)
+    command = shlex.split(request.partition(":")[2])
+    assert json.loads(command[-1])["messages"] == list(expected)
 
 
 @pytest.mark.parametrize(

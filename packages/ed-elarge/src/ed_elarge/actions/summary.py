@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 from ed_esurge.command.program import show_result
-from ed_infra.chats import Prompt
+from ed_infra.chats import Chat, Prompt
 from ed_infra.enums import TaskType
 
 from ed_elarge.config.checks.training import GENERATING
 from ed_elarge.evaluation import harness
 from ed_elarge.evaluation.local import EVALUATOR
-from ed_elarge.evaluation.prompts import trains_on_chats
+from ed_elarge.evaluation.prompts import find_question
 
 if TYPE_CHECKING:
     from ed_trainers.trainer import TrainerOutput
@@ -47,6 +48,8 @@ _ERROR_RATES = {"wer": "word error rate", "cer": "character error rate"}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 #: Characters of a text in the table of answers.
 _MOST_SHOWN = 400
+#: Characters of a chat in the suggested request.
+_REQUEST_LENGTH = 600
 
 
 @dataclass
@@ -86,7 +89,8 @@ class Summary:
         #: The evaluation before training, by task.
         self.early_evaluation: dict[str, dict[str, float]] = {}
         self.samples: list[ActionSample] = []
-        self.chats = False
+        #: The first question of the training data, if it consists of chats.
+        self.question: Chat | None = None
         self.task = TaskType.CAUSAL_LM
         self.training: list[str] = []
         #: What was trained, on which data and hardware.
@@ -116,7 +120,7 @@ class Summary:
         if output.trained_steps == 0:
             self._recorded = _read_summary(run.directory / SUMMARY)
             self.metrics |= self._recorded.get("metrics", {})
-        self.chats = trains_on_chats(run)
+        self.question = find_question(run)
         self.task = run.task
         sources = run.mixture.informs if run.mixture is not None else ()
         files = [source.data_files or source.type for source in sources]
@@ -351,16 +355,24 @@ class Summary:
                 route, request = self._suggestion()
                 lines.append(
                     f"  send a request:   curl -s http://127.0.0.1:11556/v1/{route} "
-                    f"-H 'Content-Type: application/json' -d '{json.dumps(request)}'"
+                    f"-H 'Content-Type: application/json' -d {shlex.quote(json.dumps(request))}"
                 )
         return "\n".join(lines)
 
     def _suggestion(self) -> tuple[str, dict[str, Any]]:
         """Return the route and the body of a request to the model that was trained."""
-        if self.chats:
-            messages = [{"role": "user", "content": "Hello"}]
-            return "chat/completions", {"messages": messages, "max_tokens": 32}
+        if self.question:
+            asked = [sample.prompt for sample in self.samples if not isinstance(sample.prompt, str)]
+            chats = filter(_is_short_text, (*asked, self.question))
+            messages = next(chats, [{"role": "user", "content": "Hello"}])
+            return "chat/completions", {"messages": list(messages), "max_tokens": 64}
         return "completions", {"prompt": "The", "max_tokens": 32}
+
+
+def _is_short_text(chat: Chat) -> bool:
+    """Return whether the messages have only texts, and few of them for one line of a shell."""
+    texts = [message["content"] for message in chat]
+    return all(isinstance(text, str) for text in texts) and len("".join(texts)) <= _REQUEST_LENGTH
 
 
 def _describe_run(run: RunConfig, data: list[str]) -> dict[str, str]:

@@ -16,13 +16,13 @@ from ed_elarge.config.run_config import RunConfig
 _WORDS = 12
 
 
-def trains_on_chats(run: RunConfig) -> bool:
-    """Return whether the first row of the mixture is a chat."""
+def find_question(run: RunConfig) -> Chat | None:
+    """Return the messages of the first row before its answer, or None if the row is no chat."""
     if run.mixture is None:
-        return False
+        return None
     schema = choose_schema(run.mixture, run.schema)
     first = next(documents(run.mixture.informs[0], schema=schema, media=run.mixture.media), None)
-    return first is not None and _is_chat(first.content)
+    return None if first is None or not _is_chat(first.content) else question(first.content)
 
 
 def held_out_prompt(run: RunConfig, texts: Sequence[str]) -> Prompt:
@@ -32,7 +32,7 @@ def held_out_prompt(run: RunConfig, texts: Sequence[str]) -> Prompt:
         run: The run with its mixture.
         texts: The held-out texts; may be empty.
     """
-    if texts and run.mixture is not None and trains_on_chats(run):
+    if texts and run.mixture is not None and find_question(run):
         chats = contents(run.mixture, "eval", schema=run.schema)
         return question(next(chat for chat in chats if _is_chat(chat)))
     longest = max(texts, key=len, default="The")
