@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 
@@ -10,7 +12,7 @@ import pytest
 from ed_esurge import AsyncEngine, SamplingParams, eSurge
 from ed_esurge.core.plan import StepPlan
 from ed_esurge.frontends.library.loading import release_engine
-from ed_esurge.runner.background import BackgroundCompilation
+from ed_esurge.runner.background import INTERRUPTED, BackgroundCompilation
 from ed_esurge.runner.functions import Functions
 
 PROMPTS = [[5, 6, 7], [9], [*range(3, 43)]]
@@ -137,3 +139,24 @@ def test_thread_that_fails_or_stops_leaves_programs_to_the_caller():
     thread.stop()
     assert waiting == [None]
     assert (thread.take("other"), len(thread)) == (None, 0)
+
+
+def test_second_interrupt_ends_a_process_that_waits_for_a_compilation(tmp_path):
+    """No traceback, and no abort of a thread that still compiles."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import contextlib, signal, threading\n"
+        "from ed_esurge.runner.background import BackgroundCompilation\n"
+        "started = threading.Event()\n"
+        "def compile_one(name):\n"
+        "    started.set()\n"
+        "    threading.Event().wait(60)\n"
+        "BackgroundCompilation(['step'], compile_one, contextlib.nullcontext)\n"
+        "started.wait()\n"
+        "main = threading.main_thread().ident\n"
+        "timer = threading.Timer(0.5, signal.pthread_kill, [main, signal.SIGINT])\n"
+        "timer.daemon = True\n"
+        "timer.start()\n"
+    )
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (INTERRUPTED, "")

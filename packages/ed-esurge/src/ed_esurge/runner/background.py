@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -18,6 +20,9 @@ logger = get_logger(__name__)
 #: Number of threads that compile programs before the engine is ready. XLA releases the GIL while it
 #: compiles; tracing does not benefit from threads.
 COMPILERS = max(1, min(4, os.cpu_count() or 1))
+
+#: Exit code of a process that Ctrl-C ends, as shells define it.
+INTERRUPTED = 128 + signal.SIGINT
 
 NameT = TypeVar("NameT")
 Program = Callable[..., Any]
@@ -42,7 +47,7 @@ class BackgroundCompilation(Generic[NameT]):
         self._pending = {name: Future[Program]() for name in names}
         self._stopped = False
         self._thread = threading.Thread(target=self._work, name="ed-esurge-compiler", daemon=True)
-        atexit.register(self.stop)  # XLA must not compile while the process ends
+        atexit.register(self._stop_at_exit)  # XLA must not compile while the process ends
         self._thread.start()
 
     def __contains__(self, name: NameT) -> bool:
@@ -75,6 +80,15 @@ class BackgroundCompilation(Generic[NameT]):
         if wait:
             self._thread.join()
 
+    def _stop_at_exit(self) -> None:
+        """Wait for the program in work; a second Ctrl-C ends the process at once."""
+        try:
+            self.stop()
+        except KeyboardInterrupt:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            os._exit(INTERRUPTED)
+
     def _work(self) -> None:
         with self._context():
             for name, result in [*self._pending.items()]:
@@ -88,4 +102,4 @@ class BackgroundCompilation(Generic[NameT]):
                         logger.warning("%s was not compiled in the background: %s", name, error)
                 finally:
                     del self._pending[name]
-        atexit.unregister(self.stop)
+        atexit.unregister(self._stop_at_exit)
