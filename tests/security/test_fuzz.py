@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.security.fuzz.mutations import mutate_bytes, mutate_json, write_json
-from tests.security.fuzz.readers import DataFiles, MediaRows, RunFiles, Vocabulary
+from tests.security.fuzz.readers import CTranslate2, DataFiles, MediaRows, RunFiles, Vocabulary
 from tests.security.fuzz.routes import Batches, Images, Mcp, Ollama, Recordings, Responses
 from tests.security.fuzz.targets import Finding, Target, fuzz
 
@@ -23,7 +23,7 @@ TARGETS = {
     kind.name: kind
     for kind in (
         *(Responses, Mcp, Ollama, Batches, Images, Recordings),
-        *(Vocabulary, RunFiles, MediaRows, DataFiles),
+        *(Vocabulary, RunFiles, MediaRows, DataFiles, CTranslate2),
     )
 }
 LIBRARIES = {"mcp": "mcp", "images": "PIL", "audio": "soundfile", "gguf_vocabulary": "gguf"}

@@ -199,6 +199,12 @@ def set_array(name: str, value: np.ndarray) -> Callable[[Arrays], None]:
     return lambda arrays: arrays.__setitem__(name, value)
 
 
+def set_codes(scales: np.ndarray) -> Callable[[Arrays], None]:
+    codes = np.ones((8, 4, 3), np.int8)
+    name = "encoder/conv1/weight"
+    return lambda arrays: arrays.update({name: codes, f"{name}_scale": scales})
+
+
 KEYS = "decoder/layer_0/attention/linear_1/bias"
 
 
@@ -212,6 +218,13 @@ KEYS = "decoder/layer_0/attention/linear_1/bias"
         (set_array("decoder/layer_0/rotary/weight", np.ones(3, np.float32)), "no Whisper has"),
         (set_array("decoder/projection/weight", np.ones((3, 3), np.float32)), "differs from its"),
         (set_array("encoder/conv1/weight", np.ones((8, 4, 3), np.int8)), "weight_scale"),
+        (set_array("decoder/pre_norm", np.float32("nan").reshape(())), "decoder/pre_norm=nan"),
+        (set_array("decoder/alibi", np.float32("inf").reshape(())), "decoder/alibi=inf"),
+        (set_array("encoder/layer_norm/gamma", np.ones(0, np.float32)), "does not fit"),
+        *(
+            (set_codes(np.full(8, scale, np.float32)), "no positive numbers")
+            for scale in (0, -1, float("nan"), float("inf"))
+        ),
     ],
 )
 def test_arrays_of_other_models_are_refused(
@@ -246,6 +259,20 @@ def test_files_cut_short_and_other_files_are_refused(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(CheckpointError, match=r"no model\.bin"):
         hub.resolve(tmp_path)
+
+
+def test_model_without_attention_heads_is_refused(tmp_path: Path) -> None:
+    theirs, _ = build_arrays()
+    theirs["decoder/num_heads"] = np.int16(0).reshape(())
+    write_folder(tmp_path, theirs)
+    with pytest.raises(CheckpointError, match="num_heads=0"):
+        hub.resolve(tmp_path)
+
+
+def test_merges_of_many_long_tokens_are_not_derived() -> None:
+    tokens = [f"{number:0256}" for number in range(300)]
+    with pytest.raises(CheckpointError, match="too long to derive their merges"):
+        derive_merges(tokens)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,11 @@ from ed_elarge.config.nodes import read_yaml
 from ed_elarge.config.normalize import normalize
 from ed_elarge.errors import InputError
 from ed_infra.errors import CheckpointError, ConfigError
+from ed_models.checkpoints.ctranslate2_files import CTranslate2Files
+from ed_models.checkpoints.ctranslate2_folder import (
+    is_ctranslate2_folder,
+    write_ctranslate2_settings,
+)
 from ed_models.checkpoints.gguf.directory import as_directory
 from ed_models.checkpoints.gguf.header import read_gguf_header
 
@@ -322,6 +327,63 @@ class DataFiles(Target):
 
     def size(self, case: Any) -> int:
         return len(case[1])
+
+
+class CTranslate2(Target):
+    """A Whisper in CTranslate2's layout, from its folder to the values of its tensors.
+
+    A case is the content of `model.bin`, `config.json` and `vocabulary.json`.
+    """
+
+    name = "ctranslate2"
+    _names = ("model.bin", "config.json", "vocabulary.json")
+    #: Bytes of a tensor whose values are read.
+    _most_read = 2**20
+
+    @contextmanager
+    def running(self, folder: Path) -> Iterator[object]:
+        self._folder = folder / "whisper"
+        self._folder.mkdir()
+        yield None
+
+    def load_seeds(self) -> list[Any]:
+        folder = SEEDS / self.name
+        texts = [(folder / name).read_bytes() for name in self._names[1:]]
+        return [(path.read_bytes(), *texts) for path in sorted(folder.glob("*.bin"))]
+
+    def mutate(self, rng: random.Random, corpus: Sequence[Any]) -> Any:
+        case = [*rng.choice(corpus)]
+        place = 0 if rng.random() < 0.6 else rng.randrange(1, len(case))
+        others = [other[place] for other in corpus]
+        if place and rng.random() < 0.7:
+            with suppress(ValueError, RecursionError):
+                case[place] = write_json(mutate_json(json.loads(case[place]), rng), rng)
+                return tuple(case)
+        case[place] = mutate_bytes(case[place], rng, others)
+        return tuple(case)
+
+    def execute(self, case: Any) -> str:
+        for name, data in zip(self._names, case, strict=True):
+            (self._folder / name).write_bytes(data)
+        settings: Path | None = None
+        try:
+            if not is_ctranslate2_folder(self._folder):
+                return "another folder"
+            settings = write_ctranslate2_settings(self._folder)
+            tensors = CTranslate2Files.open(self._folder / self._names[0])
+            for name, entry in tensors.items():
+                if entry.stop - entry.start <= self._most_read:
+                    values = tensors.read(name)
+                    check(values.shape == entry.shape, f"{name} has another shape")
+            return f"{len(tensors)} tensors"
+        except (CheckpointError, ConfigError) as error:
+            return shorten(error)
+        finally:
+            if settings is not None:
+                shutil.rmtree(settings, ignore_errors=True)
+
+    def size(self, case: Any) -> int:
+        return sum(map(len, case))
 
 
 def _watch(event: str, arguments: tuple[Any, ...]) -> None:

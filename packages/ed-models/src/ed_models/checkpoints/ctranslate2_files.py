@@ -118,7 +118,7 @@ def _read_arrays(stream: BinaryIO, file: Path, size: int) -> CTranslate2Arrays:
         form = _TYPES[kind] if kind < len(_TYPES) else None
         entry = TensorEntry(file, form or "U8", shape, start, start + length)
         expected = math.prod(shape) * entry.dtype.itemsize
-        if axes > _MAX_AXES or form is None or length != expected or entry.stop > size:
+        if not (axes <= _MAX_AXES and form and 0 < expected == length and entry.stop <= size):
             raise CheckpointError(
                 f"{file}: the array {name[:200]!r} with {axes} axes {list(shape)}, type {kind} "
                 f"and {length} bytes at {start} does not fit: download or convert the model again"
@@ -219,6 +219,12 @@ def _find_scales(arrays: CTranslate2Arrays, source: str, file: Path) -> str:
             f"{file}: the codes {source} need {name} with one scale or {rows}: convert the model "
             "again"
         )
+    values = arrays.read(name).astype(np.float32)
+    if not (np.isfinite(values) & (values > 0)).all():
+        raise CheckpointError(
+            f"{file}: {name} has scales that are no positive numbers: download or convert the "
+            "model again"
+        )
     return name
 
 
@@ -232,7 +238,7 @@ def check_fixed_settings(arrays: CTranslate2Arrays, file: Path) -> None:
         if name not in arrays.entries:
             continue
         entry = arrays.entries[name]
-        value = None if entry.shape else int(arrays.read(name)[0])
+        value = None if entry.shape else arrays.read(name)[0]
         if value != expected:
             raise CheckpointError(
                 f"{file} has {name}={value}, and a Whisper has {expected}: load the original model"

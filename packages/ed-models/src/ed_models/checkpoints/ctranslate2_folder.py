@@ -30,6 +30,8 @@ _SETTINGS, _TOKENIZER, _FEATURES = "config.json", "tokenizer.json", "preprocesso
 _VOCABULARIES = ("vocabulary.json", "vocabulary.txt")
 _MAX_SETTINGS, _MAX_VOCABULARY = 2**20, 2**26  # bytes
 _MAX_TOKENS, _MAX_TOKEN = 2**20, 256
+#: Sum of the squared lengths of the tokens of a vocabulary: the work to derive its merges.
+_MAX_SQUARES = 2**24
 _START, _END, _NO_TIMES = "<|startoftranscript|>", "<|endoftext|>", "<|notimestamps|>"
 #: Size of the vocabulary of the models that only transcribe English.
 _ENGLISH_TOKENS = 51864
@@ -126,7 +128,10 @@ def describe_whisper(
     def get_number(name: str) -> int:
         if name not in entries or entries[name].shape or entries[name].dtype.kind != "i":
             raise CheckpointError(f"{file} has no number {name}: convert the model again")
-        return int(arrays.read(name)[0])
+        number = int(arrays.read(name)[0])
+        if number < 1:
+            raise CheckpointError(f"{file} has {name}={number}: convert the model again")
+        return number
 
     def count_layers(stack: str) -> int:
         names = (name.split("/") for name in entries if name.startswith(f"{stack}/layer_"))
@@ -270,8 +275,13 @@ def derive_merges(tokens: Sequence[str]) -> list[tuple[str, str]]:
     The last merge of a token joins the two parts that the earlier merges leave.
 
     Raises:
-        CheckpointError: a token has more than 256 characters.
+        CheckpointError: a token has more than 256 characters, or many tokens are long.
     """
+    if sum(len(token) ** 2 for token in tokens) > _MAX_SQUARES:
+        raise CheckpointError(
+            f"the {len(tokens)} tokens of the vocabulary are too long to derive their merges: put "
+            f"{_TOKENIZER} of the original model beside the vocabulary"
+        )
     ranks = {token: number for number, token in enumerate(tokens)}
     merges = []
     for number, token in enumerate(tokens):
