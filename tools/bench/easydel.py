@@ -2,12 +2,12 @@
 
     EASYDEL_PYTHON=PATH python -m tools.bench.easydel losses [--methods sft dpo] [--steps 4]
     EASYDEL_PYTHON=PATH python -m tools.bench.easydel losses --write
-    EASYDEL_PYTHON=PATH python -m tools.bench.easydel times [--rounds 3] [--steps 40]
+    EASYDEL_PYTHON=PATH python -m tools.bench.easydel times [--rounds 3] [--steps 40] --write
 
 `EASYDEL_PYTHON` is an interpreter with `easydel`. Without it, its column is empty. Both programs
 read the same file, which has only keys that both accept, with the same tiny checkpoint and rows.
 The weights are rounded to float16, because EasyDeL reads checkpoints through float16. `--write`
-writes the table of losses into docs/migrate/easydel.md.
+writes a table into docs/migrate/easydel.md.
 
 The third column computes each loss from its definition with torch in float64, one row after
 another, without packing: the batches in the order of the file, and `torch.optim.AdamW`.
@@ -36,7 +36,11 @@ from tools.workspace import ROOT
 
 CHILD = Path(__file__).with_name("easydel_child.py")
 PAGE = ROOT / "docs/migrate/easydel.md"
-BEGIN, END = "<!-- tools/bench/easydel.py -->\n", "<!-- end of losses -->\n"
+#: The lines around each table of the page.
+PARTS = {
+    "losses": ("<!-- tools/bench/easydel.py -->\n", "<!-- end of losses -->\n"),
+    "times": ("<!-- tools/bench/easydel.py times -->\n", "<!-- end of times -->\n"),
+}
 METHODS = ("sft", "dpo", "orpo", "cpo", "reward", "distillation")
 ROWS = 4  # sequences, or pairs, of a step
 #: Methods that read texts; the others read pairs.
@@ -226,10 +230,10 @@ def compare_losses(folder: Path, methods: Sequence[str], steps: int, other: str 
     return measure.table(["method", "program", *numbers, "distance"], rows)
 
 
-def write_losses(table: str) -> None:
-    """Write a table of losses into the page about EasyDeL, with the name of this machine."""
+def write_table(what: str, table: str) -> None:
+    """Write a table into its part of the page about EasyDeL, with the name of this machine."""
     part = f"{table.rstrip()}\n\nMeasured on {measure.machine()}.\n"
-    text = pages.with_part(PAGE.read_text(encoding="utf-8"), BEGIN, END, part)
+    text = pages.with_part(PAGE.read_text(encoding="utf-8"), *PARTS[what], part)
     PAGE.write_text(text, encoding="utf-8")
 
 
@@ -277,7 +281,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--write", action="store_true", help="write the losses into the page")
+    parser.add_argument("--write", action="store_true", help="write the table into the page")
     options = parser.parse_args()
     other = os.environ.get("EASYDEL_PYTHON")
     folder = Path(tempfile.mkdtemp(prefix="easydel-"))
@@ -285,13 +289,13 @@ def main() -> None:
         write_case(folder)
         if options.what == "losses":
             table = compare_losses(folder, options.methods, options.steps, other)
-            print(table)
-            if options.write:
-                write_losses(table)
         elif other is None:
             parser.error("set EASYDEL_PYTHON to an interpreter with easydel")
         else:
-            print(compare_times(folder, options.steps, options.rounds, other))
+            table = compare_times(folder, options.steps, options.rounds, other)
+        print(table)
+        if options.write:
+            write_table(options.what, table)
     finally:
         shutil.rmtree(folder)
 
