@@ -100,3 +100,28 @@ def test_browser_renders_report_charts(tmp_path: Path) -> None:
     )
     assert len(re.findall("<svg", said.stdout)) == len(charts(ROWS))
     assert "<output>4 · 4.5</output>" in said.stdout
+
+
+def test_report_of_a_branch_has_both_curves_and_the_changed_keys(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "branch")
+    parent = [ROWS[0], {**ROWS[1], "loss": 4.25}]
+    (run / "parent_metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in parent))
+    sample = {"prompt": "<p>", "completion": "c", "at_branch": -1.5, "at_end": -1.25}
+    record = {
+        "run": "runs/<parent>",
+        "step": 1,
+        "changes": {"trainer.learning_rate": [0.1, 0.2]},
+        "evaluation": {"eval_loss": 5.5},
+        "samples": [sample],
+    }
+    (run / "branch.json").write_text(json.dumps(record))
+    page = write_report(run).read_text()
+    assert "Branch of runs/&lt;parent&gt; at step 1" in page
+    assert "<td>trainer.learning_rate</td><td>0.1</td><td>0.2</td>" in page
+    assert "<td>loss</td><td>4.25</td><td>4</td>" in page
+    assert "<td>-1.5</td><td>-1.25</td>" in page
+    data = re.search(r'id="data">(.*?)</script>', page)
+    assert data is not None
+    lines = json.loads(data[1])["charts"][0]["lines"]
+    assert [line["label"] for line in lines] == ["parent training", "training", "evaluation"]
+    assert lines[0]["points"][-1] == [2, 1.5, 4.25]

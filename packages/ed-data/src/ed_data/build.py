@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ed_data.batches.arrays import BatchLayout
-from ed_data.batches.loader import Loader, StreamLoader, hash_json
+from ed_data.batches.loader import EXCLUDED, Loader, StreamLoader, hash_json
 from ed_data.checks import check_names, find_unsupported_keys
 from ed_data.config import Inform, Mixture
 from ed_data.errors import DataError
@@ -213,6 +213,10 @@ def _build_indexed_loader(
         "order": own_details,
         "batch_size": options.batch_size,
     }
+    if mixture.exclude is not None and split == "train":
+        from ed_data.rows.exclusion import read_hashes  # read by runs with the key only
+
+        details[EXCLUDED] = [f"{int(one):016x}" for one in read_hashes(mixture.exclude)]
     index = None
     # A schedule counts steps, so the plan depends on the batch size.
     plan_details = {**own_details, "batch_size": options.batch_size} if by_step else own_details

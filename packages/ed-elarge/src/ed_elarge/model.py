@@ -63,6 +63,8 @@ class eLargeModel(Setters):
         self._built: dict[str, Any] = {}
         self._run: RunConfig | None = None
         self.watchers: tuple[Callback, ...] = ()
+        #: Number of updates after which training stops with a checkpoint; None: all of the run.
+        self.last_step: int | None = None
         self.reward_functions: tuple[RewardFunction, ...] = ()
         #: Configuration of a model that Python code gives, which no folder contains.
         self.given_config: EasyDeLBaseConfig | None = None
@@ -321,7 +323,7 @@ class eLargeModel(Setters):
         self._built.pop("engine", None)  # has the untrained weights
         path = (*self.config.prefix, "trainer", "save_directory")
         with self.config.blame_trainer(path):
-            return trainer.train()
+            return trainer.train(until=self.last_step)
 
     def eval(
         self, tasks: Sequence[str] | str | None = None, *, engine: str = "auto", **options: object

@@ -47,6 +47,15 @@ class Resumable(Protocol):
         ...
 
 
+@runtime_checkable
+class Comparable(Protocol):
+    """Data whose batches may be those of a saved state up to a step only."""
+
+    def compare_state(self, state: dict[str, Any], step: int) -> str | None:
+        """Return how the batches before `step` differ from those of a saved state, or None."""
+        ...
+
+
 Dataset = BatchLoader | Iterable[HostBatch]
 
 
@@ -183,8 +192,18 @@ class Feed:
         self._iterator = None
         self._read.load_state_dict(dict(state))
 
-    def difference(self, state: Mapping[str, Any]) -> str:
-        """Return how the dataset differs from the dataset of a checkpoint."""
+    def difference(self, state: Mapping[str, Any], step: int) -> str | None:
+        """Return how the dataset differs from the dataset of a checkpoint.
+
+        Args:
+            state: the state of the dataset in the checkpoint, whose fingerprint is another one.
+            step: number of updates of the checkpoint.
+
+        Returns:
+            The differences; None if the batches before `step` are the same.
+        """
+        if isinstance(self._read, Comparable):
+            return self._read.compare_state(dict(state), step)
         if isinstance(self._read, Resumable):
             try:
                 self._read.load_state_dict(dict(state))

@@ -323,11 +323,15 @@ class Trainer:
     def _get_epochs(self, feed: Feed) -> Epochs:
         return Epochs(feed, self.arguments.per_epoch_training_steps)
 
-    def train(self) -> TrainerOutput:
+    def train(self, *, until: int | None = None) -> TrainerOutput:
         """Train to the end, from the newest checkpoint if there is one.
 
         A signal, the time limit or a callback can end training early; see
         `TrainerOutput.stopped_by`.
+
+        Args:
+            until: number of updates of the run after which training stops with a checkpoint; None:
+                all. Schedules are those of the whole run.
 
         Raises:
             ConfigError: train_dataset is missing, or its batches do not match the arguments.
@@ -345,11 +349,11 @@ class Trainer:
         )
         from_main(lock.acquire)
         try:
-            return self._train_locked(lock)
+            return self._train_locked(lock, until)
         finally:
             lock.release()
 
-    def _train_locked(self, lock: RunLock) -> TrainerOutput:
+    def _train_locked(self, lock: RunLock, until: int | None) -> TrainerOutput:
         assert self.feed is not None
         if self.record.before_training is not None:
             self.record.before_training(
@@ -376,6 +380,7 @@ class Trainer:
                 notify=self._notify,
                 lock=lock,
                 settings=self.settings,
+                until=until,
             )
         )
         try:

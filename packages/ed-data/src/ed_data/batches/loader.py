@@ -5,15 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
+
+import numpy as np
 
 from ed_data.batches.arrays import BatchLayout, NumpyBatch, make_batch
 from ed_data.errors import DataError, listing
 from ed_data.order.windows import IndexedOrder, StreamedOrder
 
 T = TypeVar("T")
+#: Key of the details of a loader: the hashes of excluded documents.
+EXCLUDED = "excluded"
 
 
 class Loader:
@@ -141,6 +145,43 @@ class Loader:
         """
         check_state(state, self.fingerprint, self._details)
         self._step = int(state["step"])
+
+    def find_steps(self, hashes: Sequence[str], stop: int) -> dict[str, list[int]]:
+        """Return the steps before `stop` that have a place for documents; see `RowPlan.find_steps`.
+
+        Args:
+            hashes: `Example.digest` of the documents, as 16 hexadecimal digits.
+            stop: number of steps to search.
+        """
+        digests = np.array([int(one, 16) for one in hashes], np.uint64)
+        steps = self._order.find_steps(digests, stop)
+        return {one: steps[int(one, 16)] for one in hashes}
+
+    def compare_state(self, state: Mapping[str, Any], step: int) -> str | None:
+        """Return how the batches before a step differ from those of a saved state.
+
+        Excluded documents may differ if no step before `step` has a place for them.
+
+        Returns:
+            The differences, or None.
+        """
+        saved_details = dict(state.get("details") or {})
+        excluded, now = saved_details.pop(EXCLUDED, []), self._details.get(EXCLUDED, [])
+        own_details = {key: value for key, value in self._details.items() if key != EXCLUDED}
+        saved = {**state, "fingerprint": hash_json(saved_details), "details": saved_details}
+        try:
+            check_state(saved, hash_json(own_details), own_details)
+        except DataError as error:
+            return str(error)
+        steps = self.find_steps(sorted({*excluded} ^ {*now}), step)
+        used = {one: first[0] for one, first in steps.items() if first}
+        if not used:
+            return None
+        name, first = min(used.items(), key=lambda item: item[1])
+        return (
+            f"mixture.exclude has changed, and step {first + 1} has a place for the document "
+            f"{name}: elarge forget continues from a checkpoint before that step"
+        )
 
     def close(self) -> None:
         """Stop prefetching and release resources."""

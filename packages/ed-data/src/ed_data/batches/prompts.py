@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ed_data.batches.loader import check_state, hash_json
-from ed_data.checks import check_names
+from ed_data.checks import check_names, find_unsupported_keys
 from ed_data.config import Mixture
 from ed_data.errors import DataError
 from ed_data.order.mixing import DocumentOrder
@@ -248,7 +248,7 @@ def build_prompts(
     Raises:
         DataError: a name cannot be resolved, data is missing or empty, or a row cannot be read.
     """
-    for path, message in check_names(mixture, schema):
+    for path, message in (*check_names(mixture, schema), *find_unsupported_keys(mixture, schema)):
         raise DataError(message, path)
     seed = mixture.seed if mixture.seed is not None else 42 if seed is None else seed
     media = None

@@ -227,6 +227,9 @@ class Mixture(DataOptions):
     """Sources of evaluation data."""
     eval_fraction: float | None = Field(default=None, gt=0.0, lt=1.0)
     """Share of the documents that is held out for evaluation, selected by content."""
+    exclude: Annotated[str | None, BeforeValidator(path_text)] = None
+    """JSON file with the hashes of documents that no batch contains; every other document keeps
+    its place."""
 
     cache_dir: Annotated[str | None, BeforeValidator(path_text)] = None
     """Folder of tokens, plans and copies of remote files; default: `$ED_DATA_CACHE`, else
@@ -307,6 +310,8 @@ class Mixture(DataOptions):
         if self.streaming and self.save is not None:
             message = "a stream cannot be saved; save the mixture without streaming"
             yield ("save",), message
+        if self.exclude is not None:
+            yield from self._exclusion_problems()
         labels = [inform.label for inform in self.informs]
         weights = self.weights
         for name, weight in (self.mixture_weights or {}).items():
@@ -327,6 +332,17 @@ class Mixture(DataOptions):
                 yield ("mixture_weights",), f"inform {label!r} has no weight"
         if self.mixture_schedule is not None:
             yield from self._schedule_problems(self.mixture_schedule, labels)
+
+    def _exclusion_problems(self) -> Iterator[tuple[KeyPath, str]]:
+        if self.streaming:
+            message = (
+                "a stream does not know its documents in advance, so none can be excluded: set "
+                "streaming: false, or drop the rows with format_callback, which moves the others"
+            )
+            yield ("exclude",), message
+        if self.save is not None:
+            message = "saved data would contain the excluded documents: omit save, or exclude"
+            yield ("save",), message
 
     @property
     def weights(self) -> dict[str, float] | None:

@@ -18,11 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ed_data.cache import new_file, remove_abandoned
 from ed_data.errors import DataError
 from ed_data.order.mixing import DocumentOrder
-from ed_data.order.windows import PlannedRows, RowOptions, Window, count_cuts, plan_rows
+from ed_data.order.windows import (
+    PlannedRows,
+    RowOptions,
+    Window,
+    count_cuts,
+    drop_pieces,
+    plan_rows,
+)
 from ed_data.storage.store import StorePart
 from ed_data.tokens.encoded import IntArray
 
@@ -70,7 +78,44 @@ class RowPlan:
         stop = first + self._options.batch_size
         if not self.endless:
             stop = min(stop, self.rows_in_epoch(0))
-        return plan_rows(self._iterate_parts(first, stop))
+        rows = plan_rows(self._iterate_parts(first, stop))
+        if all(part.excluded is None for part in self._parts):
+            return rows
+        masks = [part.excluded for part in self._parts]
+        return drop_pieces(rows, _select_pieces(rows.source, rows.document, masks))
+
+    def find_steps(self, digests: NDArray[np.uint64], stop: int) -> dict[int, list[int]]:
+        """Return the steps before `stop` whose batches have a place for documents.
+
+        Args:
+            digests: `Example.digest` of the documents.
+            stop: number of steps to search.
+
+        Returns:
+            Digest -> ascending steps, from 0. The places of excluded documents count.
+
+        Raises:
+            DataError: the hashes of the documents are not stored.
+        """
+        stored = [_get_digests(part) for part in self._parts]
+        masks = [np.isin(part_digests, digests) for part_digests in stored]
+        steps: dict[int, set[int]] = {int(digest): set() for digest in digests}
+        number = 0
+        while self._first_step(number) < stop and (self.endless or number < self.windows_per_epoch):
+            window = self.window(number)
+            self._count(number)
+            first_row, packing = (self._ends[number - 1] if number else 0), window.packing
+            source, document = (
+                places[packing.document] for places in (window.source, window.document)
+            )
+            pieces = np.flatnonzero(_select_pieces(source, document, masks))
+            rows = np.searchsorted(packing.row_offsets, pieces, side="right") - 1 + first_row
+            for piece, row in zip(pieces.tolist(), rows.tolist(), strict=True):
+                step = row // self._options.batch_size
+                if step < stop:
+                    steps[int(stored[source[piece]][document[piece]])].add(step)
+            number += 1
+        return {digest: sorted(used) for digest, used in steps.items()}
 
     def _iterate_parts(self, row: int, stop: int) -> Iterator[tuple[Window, int, int]]:
         while row < stop:
@@ -256,6 +301,29 @@ class RowPlan:
                 np.array(index, np.int64).tofile(part)
         except DataError as error:  # the cache may be shared and read-only
             log.warning("the plan of the rows is not cached: %s", error)
+
+
+def _select_pieces(
+    source: IntArray, document: IntArray, masks: Sequence[NDArray[np.bool_] | None]
+) -> NDArray[np.bool_]:
+    """Return for each piece whether the mask [documents] of its source selects its document."""
+    selected = np.zeros(len(document), bool)
+    for i, mask in enumerate(masks):
+        if mask is not None:
+            # The rows of a batch may have the sources of several windows.
+            pieces = source % len(masks) == i
+            selected[pieces] = mask[document[pieces]]
+    return selected
+
+
+def _get_digests(part: StorePart) -> NDArray[np.uint64]:
+    digests = part.tokens.digests if part.digests is None else part.digests
+    if digests is None:
+        raise DataError(
+            f"the cached tokens of inform {part.label!r} have no hashes of documents, because an "
+            "earlier version wrote them: set another mixture.cache_dir, or delete the folder"
+        )
+    return digests
 
 
 def _get_drop_counts(part: StorePart) -> dict[str, Any]:

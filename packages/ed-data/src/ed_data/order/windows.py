@@ -69,6 +69,10 @@ class IndexedOrder(Protocol):
         """Return the rows of a step."""
         ...
 
+    def find_steps(self, digests: NDArray[np.uint64], stop: int) -> dict[int, list[int]]:
+        """Return the steps before `stop` that have a place for documents, by their digests."""
+        ...
+
 
 class StreamedOrder(Protocol):
     """An order that is read sequentially, so that document lengths need not be known in advance.
@@ -315,3 +319,26 @@ def plan_rows(parts: Iterable[tuple[Window, int, int]]) -> PlannedRows:
         tokens += window.tokens
         number += count
     return PlannedRows(tokens, *np.concatenate(pieces, axis=1))
+
+
+def drop_pieces(rows: PlannedRows, is_dropped: NDArray[np.bool_]) -> PlannedRows:
+    """Return the rows of a batch without some of their pieces; a row may become empty.
+
+    The later pieces of a row move up, so that padding remains at the end of the row.
+
+    Args:
+        rows: the rows.
+        is_dropped: [pieces] True for the pieces to omit.
+    """
+    kept = np.flatnonzero(~is_dropped)
+    counts = np.bincount(rows.row[kept])
+    segment = np.arange(len(kept)) - np.repeat(np.cumsum(counts) - counts, counts) + 1
+    return PlannedRows(
+        rows.tokens,
+        rows.source[kept],
+        rows.document[kept],
+        rows.start[kept],
+        rows.length[kept],
+        rows.row[kept],
+        segment,
+    )

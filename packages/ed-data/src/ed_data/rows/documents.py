@@ -187,7 +187,7 @@ class Documents:
             self.tally.rows += not skipped_parts
             examples: list[Example | None]
             try:
-                examples = self._row_documents(record, shard)
+                examples = self.convert(record, shard)
             except DataError as error:
                 if self.inform.on_error == "raise":
                     raise
@@ -313,8 +313,12 @@ class Documents:
             self._folders[shard] = MediaFolder(folders, self.media)
         return self._folders[shard]
 
-    def _row_documents(self, record: LineRecord, shard: int) -> list[Example | None]:
-        """Return the documents of a row: one, or two if a method reads the answers of a pair."""
+    def convert(self, record: LineRecord, shard: int) -> list[Example | None]:
+        """Return the documents of a row: one, or two if a method reads the answers of a pair.
+
+        Raises:
+            DataError: the row is invalid.
+        """
         if isinstance(record.row, DataError):
             raise record.row
         location = f"{self._name}, {record.place}"

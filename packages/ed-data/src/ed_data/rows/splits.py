@@ -203,6 +203,19 @@ def texts(
 def _documents(
     mixture: Mixture, split: str, cache_dir: str | None, schema: Schema
 ) -> Iterator[Example]:
+    """Yield the documents of a split that are not excluded."""
+    documents = _split_documents(mixture, split, cache_dir, schema)
+    if mixture.exclude is None or split != "train":
+        return documents
+    from ed_data.rows.exclusion import read_hashes  # read by runs with the key only
+
+    excluded = set(read_hashes(mixture.exclude).tolist())
+    return (document for document in documents if document.digest not in excluded)
+
+
+def _split_documents(
+    mixture: Mixture, split: str, cache_dir: str | None, schema: Schema
+) -> Iterator[Example]:
     check_split(mixture, split)
     folder = file_cache(mixture, cache_dir or mixture.cache_dir or default_cache_dir())
     schema = choose_schema(mixture, schema, folder)

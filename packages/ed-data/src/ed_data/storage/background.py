@@ -39,7 +39,7 @@ class BackgroundTokens:
 
     def __init__(self, lazy: LazyTokens, write: Callable[[Through], TokenStore]) -> None:
         self._lazy, self.hashes, self.columns = lazy, lazy.hashes, lazy.columns
-        self.digest = lazy.digest
+        self.digest, self.digests = lazy.digest, lazy.digests
         self._write, self._closed, self._users = write, False, 1
         self._store: Future[TokenStore] = Future()
         self._thread = threading.Thread(target=self._run, name="ed-data-store", daemon=True)

@@ -117,7 +117,8 @@ class LazyTokens:
             contents.append(document.content_digest)
             media.append(len(document.media))
         self.hashes = np.array(contents, np.uint64)
-        self.digest = compute_digest(np.array(digests, np.uint64), encoder.fingerprint)
+        self.digests = np.array(digests, np.uint64)
+        self.digest = compute_digest(self.digests, encoder.fingerprint)
         self._media_counts = np.array(media, np.int64)
         self._lengths = np.full((len(contents), self.columns), -1, np.int32)
         self._encoded = 0

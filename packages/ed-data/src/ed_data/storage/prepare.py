@@ -59,14 +59,30 @@ def prepare_tokens(
         DataError: a source is missing or empty, or the split is.
     """
 
+    exclusion = None
+    if mixture.exclude is not None and split == "train":
+        from ed_data.rows.exclusion import Exclusion  # read by runs with the key only
+
+        exclusion = Exclusion.read(mixture.exclude)
+
     def tokens(key: str, number: int) -> tuple[StorePart, NDArray[np.uint64], NDArray[np.uint64]]:
         inform = getattr(mixture, key)[number]
         with prefix_error_path(key, number):
             store = _tokens(inform, mixture, encoding, cache_dir, wait)
             report(inform.label, store.tally)
-        return StorePart(inform.label, store, np.empty(0, np.int64)), store.hashes, store.hashes
+            digests = excluded = None
+            if exclusion is not None:
+                digests = store.digests
+                if digests is None:
+                    documents = _open_documents(inform, mixture, encoding, cache_dir)
+                    digests = np.fromiter((one.digest for one in documents), np.uint64)
+                excluded = exclusion.mark(digests)
+        part = StorePart(inform.label, store, np.empty(0, np.int64), excluded, digests)
+        return part, store.hashes, store.hashes
 
     members = split_members(mixture, split, tokens)
+    if exclusion is not None:
+        exclusion.check_complete()
     return _distinct([replace(part, members=member_numbers) for part, _, member_numbers in members])
 
 
@@ -82,13 +98,20 @@ def _distinct(parts: list[StorePart]) -> list[StorePart]:
     return result
 
 
+def _open_documents(
+    inform: Inform, mixture: Mixture, encoding: Encoding, cache_dir: str
+) -> Documents:
+    source = open_source(inform, file_cache(mixture, cache_dir))
+    return Documents(inform, source, encoding.encoder.schema, media=mixture.media)
+
+
 def _tokens(
     inform: Inform, mixture: Mixture, encoding: Encoding, cache_dir: str, wait: bool
 ) -> StoredTokens:
     encoder = encoding.encoder
-    source = open_source(inform, file_cache(mixture, cache_dir))
     label, schema = inform.label, encoder.schema
-    documents = Documents(inform, source, schema, media=mixture.media)
+    documents = _open_documents(inform, mixture, encoding, cache_dir)
+    source = documents.source
     if mixture.pack_on_the_fly:
         return _lazy(documents, encoding)
     key = {

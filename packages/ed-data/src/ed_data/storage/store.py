@@ -2,10 +2,10 @@
 
 A store is a folder with `meta.json` and plain arrays: `tokens.bin` (uint16 or uint32) concatenates
 all sequences, document after document and column after column; `offsets.bin` (int64) contains the
-first token of each sequence; `hashes.bin` (uint64) the content hashes; `loss_mask.bin` (uint8) and
-`values.bin` (float32) exist if documents have them. A store is written under a temporary name and
-renamed when complete, so readers never see an incomplete store. If two processes write the same
-store, the first one wins.
+first token of each sequence; `hashes.bin` (uint64) the content hashes; `loss_mask.bin` (uint8),
+`values.bin` (float32) and `digests.bin` (uint64, hashes of all fields) exist if documents have
+them. A store is written under a temporary name and renamed when complete, so readers never see an
+incomplete store. If two processes write the same store, the first one wins.
 
 The arrays have no header, because `numpy.load` parses headers with `ast.literal_eval`, which fails
 sporadically in threads of Python 3.11 ("AST constructor recursion depth mismatch").
@@ -33,6 +33,8 @@ from ed_data.tokens.encoded import EncodedDocuments, IntArray
 
 #: Increased when the layout or the meaning of the files changes; older caches are then ignored.
 STORE_VERSION = 1
+#: Hashes of documents (uint64), in stores of several fields.
+_DIGESTS = "digests.bin"
 
 
 class StoredTokens(Protocol):
@@ -40,6 +42,7 @@ class StoredTokens(Protocol):
 
     Attributes:
         hashes: `Example.content_digest` of each document.
+        digests: `Example.digest` of each document; None if they are not stored.
         columns: number of token sequences of each document.
         tally: statistics of the rows that the documents were read from.
         complete: whether every length is known or cheap to compute; False while a store is written.
@@ -47,6 +50,9 @@ class StoredTokens(Protocol):
 
     hashes: NDArray[np.uint64]
     columns: int
+
+    @property
+    def digests(self) -> NDArray[np.uint64] | None: ...
 
     @property
     def tally(self) -> Tally: ...
@@ -92,11 +98,15 @@ class StorePart:
         label: name of the inform.
         tokens: all documents of the inform.
         members: numbers of the documents of the split, ascending.
+        excluded: [documents] True for those whose places in rows stay empty; None: there are none.
+        digests: `StoredTokens.digests`, if they were read with the excluded documents.
     """
 
     label: str
     tokens: StoredTokens
     members: IntArray
+    excluded: NDArray[np.bool_] | None = None
+    digests: NDArray[np.uint64] | None = None
 
 
 class TokenArrays:
@@ -126,6 +136,11 @@ class TokenArrays:
         self.columns, self._media = columns, media
         self.hashes = np.empty(0, np.uint64)
         self.tally = Tally()
+
+    @property
+    def digests(self) -> NDArray[np.uint64] | None:
+        """See `StoredTokens.digests`."""
+        return None
 
     @property
     def digest(self) -> str:
@@ -203,6 +218,16 @@ class TokenStore(TokenArrays):
         self.hashes = hashes
         self.meta: dict[str, object] = meta
         self.tally = Tally.from_json(meta.get("tally") or {})
+
+    @property
+    def digests(self) -> NDArray[np.uint64] | None:
+        """Hashes of the documents; stores of earlier versions have only those of one field."""
+        about = self.meta.get("key")
+        encoder = about.get("encoder") if isinstance(about, dict) else None
+        if compute_digest(self.hashes, str(encoder)) == self.digest:
+            return self.hashes
+        path = self.folder / _DIGESTS
+        return np.fromfile(path, np.uint64) if path.exists() else None
 
     @property
     def digest(self) -> str:
@@ -298,6 +323,8 @@ def _fill(
     offsets.tofile(folder / "offsets.bin")
     np.concatenate(contents).tofile(folder / "hashes.bin")
     documents = np.concatenate(digests)
+    if any(stored is not hashed for stored, hashed in zip(contents, digests, strict=True)):
+        documents.tofile(folder / _DIGESTS)
     meta = {
         "version": STORE_VERSION,
         "dtype": dtype.name,

@@ -35,6 +35,7 @@ from ed_elarge.model import eLargeModel
 
 if TYPE_CHECKING:
     from ed_data.batches.loader import Loader, StreamLoader
+    from ed_trainers.callbacks import Callback
 
 
 #: Held-out recordings that are transcribed for the summary without `predict_with_generate`.
@@ -59,8 +60,20 @@ class Session:
     trains_later: bool = False
 
 
-def execute(run: RunConfig, *, verbose: bool = False) -> Result:
+def execute(
+    run: RunConfig,
+    *,
+    verbose: bool = False,
+    until: int | None = None,
+    watchers: Sequence[Callback] = (),
+) -> Result:
     """Execute the actions of a run and return their results.
+
+    Args:
+        run: The run.
+        verbose: Whether to log more.
+        until: Number of updates after which training stops with a checkpoint; None: all.
+        watchers: Callbacks of the trainer.
 
     Raises:
         InputError: The input is invalid. No action was started, or the trained model is kept and
@@ -71,6 +84,7 @@ def execute(run: RunConfig, *, verbose: bool = False) -> Result:
         os.environ.setdefault("TQDM_DISABLE", "1")
     show_messages(logging.INFO if verbose else logging.WARNING)
     session = Session(eLargeModel.from_run(run))
+    session.elm.last_step, session.elm.watchers = until, tuple(watchers)
     check_machine(run)
     stopped_code = stopped_exit_code()
     prepared = False

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ed_data.cache import exclusive
 from ed_data.config import Inform, Mixture
+from ed_data.rows.exclusion import read_hashes
 from ed_data.schema import TEXT, Schema
 from ed_infra.errors import ConfigError
 
@@ -102,6 +103,8 @@ def kept_or_made(
     Raises:
         ConfigError: the run resumes, and its tokenizer has other options or data.
     """
+    if mixture.exclude is not None:
+        facts = {**facts, "excluded": read_hashes(mixture.exclude).tolist()}
     record = _record(options, mixture, schema, facts)
     if _is_kept(directory, record):
         return load(directory)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +13,7 @@ from ed_esurge.command.program import Result, is_quiet, show_result
 from ed_infra.errors import ConfigError
 
 from ed_elarge.command.runs import RunSettings
+from ed_elarge.config.layers import flatten_values
 
 
 def init(
@@ -135,21 +136,10 @@ def _read_run_file(path: str, settings: list[str]) -> dict[str, Any]:
     from ed_elarge.config.normalize import normalize
 
     document = with_settings(nodes.read_yaml(path), settings, nodes.parse_yaml)
-    return flat(normalize(document).to_dict())
+    return flatten_values(normalize(document).to_dict())
 
 
 def _read_run(path: str, settings: list[str]) -> dict[str, Any]:
     from ed_elarge.actions.provenance import read_provenance
 
-    return flat(read_provenance(Path(path)))
-
-
-def flat(value: Mapping[Any, Any] | Sequence[Any], prefix: str = "") -> dict[str, Any]:
-    """Return the plain values in nested mappings and lists by their dotted keys."""
-    items = value.items() if isinstance(value, Mapping) else enumerate(value)
-    out: dict[str, Any] = {}
-    for key, item in items:
-        name = f"{prefix}.{key}" if prefix else str(key)
-        nested = isinstance(item, Mapping | list | tuple) and item
-        out.update(flat(item, name) if nested else {name: item})
-    return out
+    return flatten_values(read_provenance(Path(path)))

@@ -28,6 +28,7 @@ from ed_elarge.command import (
     machine,
     measurements,
     plans,
+    reruns,
     runs,
     serving,
 )
@@ -115,6 +116,8 @@ _COMMANDS = {
     "chat": serving.chat,
     "data": runs.data,
     "plan": plans.plan,
+    "forget": reruns.forget,
+    "branch": reruns.branch,
     "launch": launches.launch,
     "join": launches.join,
     "init": files.init,

@@ -165,3 +165,14 @@ def _has(value: Any, path: ValuePath) -> bool:
         except (KeyError, IndexError, TypeError):
             return False
     return True
+
+
+def flatten_values(value: Mapping[Any, Any] | Sequence[Any], prefix: str = "") -> dict[str, Any]:
+    """Return the plain values in nested mappings and lists by their dotted keys."""
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    out: dict[str, Any] = {}
+    for key, item in items:
+        name = f"{prefix}.{key}" if prefix else str(key)
+        nested = isinstance(item, Mapping | list | tuple) and item
+        out.update(flatten_values(item, name) if nested else {name: item})
+    return out

@@ -71,7 +71,7 @@ def measure_heldout(
         batches: Training batches; see `docs/data.md`.
         tokenizer: The tokenizer, which converts tokens to bytes.
     """
-    score = _full_context(model)
+    score = build_scorer(model)
     total, contexts, targets, size = 0.0, [], [], 0
     for batch in batches:
         logp, target, weight = score(batch)
@@ -96,7 +96,7 @@ def measure_heldout(
     )
 
 
-def _full_context(model: LanguageModel) -> Callable[[HeldoutBatch], tuple[np.ndarray, ...]]:
+def build_scorer(model: LanguageModel) -> Callable[[HeldoutBatch], tuple[np.ndarray, ...]]:
     """Return a function from a batch to (log-probabilities, targets, weights), each [b, s]."""
     import jax
     from ed_layers.losses import token_logprobs

@@ -244,7 +244,9 @@ class Checkpoints:
         state: EasyDeLState,
         *,
         run: Mapping[str, Any],
-        difference: Callable[[Mapping[str, Any]], str] = lambda loader: "the data differ",
+        difference: Callable[[Mapping[str, Any], int], str | None] = lambda loader, step: (
+            "the data differ"
+        ),
     ) -> tuple[int, EasyDeLState, dict[str, Any]] | None:
         """Read the newest undamaged checkpoint.
 
@@ -256,7 +258,7 @@ class Checkpoints:
                 Mesh and storage of layers may differ from the checkpoint.
             run: the present run, which is compared with the run of the checkpoint.
             difference: describes the difference between the present data and the data of a saved
-                loader state, if their fingerprints differ.
+                loader state, if their fingerprints differ; see `compare_runs`.
 
         Returns:
             `(step, state, run of the checkpoint)`, or None without checkpoints.

@@ -103,7 +103,7 @@ def compare_runs(
     saved: Mapping[str, Any],
     run: Mapping[str, Any],
     location: str,
-    difference: Callable[[Mapping[str, Any]], str],
+    difference: Callable[[Mapping[str, Any], int], str | None],
     step: int = 0,
 ) -> str | None:
     """Compare the run of a checkpoint with the present run.
@@ -113,7 +113,7 @@ def compare_runs(
         run: result of `describe_run` for the present run.
         location: the checkpoint, for messages.
         difference: describes the difference between the present data and the data of a saved loader
-            state, if their fingerprints differ.
+            state, if their fingerprints differ; None if the batches before the step are the same.
         step: number of updates of the checkpoint.
 
     Returns:
@@ -134,10 +134,12 @@ def compare_runs(
                 "(resume_if_possible=False moves this run aside)",
                 field=name,
             )
-    if saved.get("fingerprint") != run.get("fingerprint"):
+    is_other_data = saved.get("fingerprint") != run.get("fingerprint")
+    data_difference = difference(saved["loader"], step) if is_other_data else None
+    if data_difference is not None:
         raise CheckpointError(
             f"{location} was trained on other data than train_dataset contains now "
-            f"({difference(saved['loader'])}): change it back, or use another save_directory "
+            f"({data_difference}): change it back, or use another save_directory "
             "(resume_if_possible=False moves this run aside)"
         )
     changed = {

@@ -529,9 +529,9 @@ class RolloutFeed(Feed):
             self._now = Generation(int(saved["number"]), arrays, dict(saved["figures"]), samples)
         super().load_state_dict(_select_prompt_state(state))
 
-    def difference(self, state: Mapping[str, Any]) -> str:
+    def difference(self, state: Mapping[str, Any], step: int) -> str | None:
         """See `Feed.difference`."""
-        return super().difference(_select_prompt_state(state))
+        return super().difference(_select_prompt_state(state), step)
 
 
 def _select_prompt_state(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from ed_infra.errors import ConfigError
 
 from ed_trainers.figures.metrics import COMPLETIONS, RECORD, MetricRow, read_metrics
 from ed_trainers.options.optimizers import GRAD_NORMS, WEIGHTS
+from ed_trainers.report import comparison
 
 SUMMARY, CONFIG, PAGE = "summary.json", "config.yaml", "report.html"
 #: Key of the summary: the evaluation before training.
@@ -72,9 +73,17 @@ def write_report(directory: str | Path) -> Path:
         "SUBTITLE": html.escape(_subtitle(rows)),
         "FIGURES": _figures(rows, summary),
         "COMPLETIONS": _completions(directory / COMPLETIONS),
-        "SECTIONS": _evaluation(summary) + _samples(summary) + _previews(rows) + _config(config),
+        "SECTIONS": comparison.describe_branch(directory, rows)
+        + comparison.describe_prediction(directory, rows)
+        + _evaluation(summary)
+        + _samples(summary)
+        + _previews(rows)
+        + _config(config),
         # A script ends at the first "</", even inside a string.
-        "DATA": json.dumps({"charts": charts(rows)}, separators=(",", ":")).replace("</", "<\\/"),
+        "DATA": json.dumps(
+            {"charts": charts(rows, comparison.read_parent_rows(directory))},
+            separators=(",", ":"),
+        ).replace("</", "<\\/"),
     }
     page = re.sub(r"\{\{([A-Z]+)\}\}", lambda match: parts[match[1]], page)
     target = directory / PAGE
@@ -84,16 +93,23 @@ def write_report(directory: str | Path) -> Path:
     return target
 
 
-def charts(rows: Sequence[MetricRow]) -> list[dict[str, Any]]:
+def charts(
+    rows: Sequence[MetricRow], parent_rows: Sequence[MetricRow] = ()
+) -> list[dict[str, Any]]:
     """Return the charts: `{name, lines: [{label, points: [[step, seconds, value], ...]}]}`.
 
     A metric and its evaluation share a chart. A figure that was never finite has no chart. The
     values of single parameters, which are hundreds, have none either.
+
+    Args:
+        rows: metrics of the run.
+        parent_rows: metrics of the run from which this run branches; their lines have the labels
+            `parent training` and `parent evaluation`.
     """
-    begin = next((row["time"] for row in rows if "time" in row), 0.0)
+    begin = next((row["time"] for row in (*parent_rows, *rows) if "time" in row), 0.0)
     curves: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
-    for row in rows:
-        label = "training" if "loss" in row else "evaluation"
+    for row, prefix in (*((r, "parent ") for r in parent_rows), *((r, "") for r in rows)):
+        label = prefix + ("training" if "loss" in row else "evaluation")
         for key, value in row.items():
             if _is_hidden(key) or not isinstance(value, int | float) or isinstance(value, bool):
                 continue

@@ -71,6 +71,7 @@ class Job:
         notify: calls the callbacks.
         lock: the lock of the run, which the caller holds.
         settings: values outside of the arguments that determine the result, by key.
+        until: number of updates after which the run stops with a checkpoint; None: all.
     """
 
     method: MethodRun
@@ -87,6 +88,7 @@ class Job:
     notify: Notify
     lock: RunLock
     settings: Mapping[str, Any] | None = None
+    until: int | None = None
 
 
 class TrainingLoop:
@@ -326,8 +328,12 @@ class TrainingLoop:
         while self.step < self.total and self._stopped_by is None:
             self._one_step()
             self.checkpoints.look()
+            ends_here = self.step == self.job.until
+            if ends_here:
+                self.stop.ask("request")
             # Read once per step: a signal later in the step must not end the loop before a save.
-            if jax.process_count() == 1 or self.step % self.arguments.report_steps == 0:
+            is_shared = self.step % self.arguments.report_steps == 0
+            if jax.process_count() == 1 or ends_here or is_shared:
                 self._stopped_by = self.stop.reason
                 self._save_asked = self.stop.take_save()
             if self._profile.ends_with(self.step):

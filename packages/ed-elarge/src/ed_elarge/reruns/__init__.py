@@ -1,0 +1,1 @@
+"""Runs that replay a part of a finished run: without some rows, or with other values."""
