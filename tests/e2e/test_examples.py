@@ -49,6 +49,7 @@ LEARNED = {
     "ctc": ("eval_wer", 0, 0.1),
     "whisper": ("eval_wer", 0, 0.3),
     "grpo": ("eval_reward", 0.9, 1),
+    "dapo": ("eval_reward", 0.8, 1),
     "gspo": ("eval_reward", 0.9, 1),
     "gfpo": ("eval_reward", 0.9, 1),
     "sdpo": ("eval_reward", 0.8, 1),
@@ -63,7 +64,7 @@ LEARNED = {
     "chat_lora": ("eval_loss", 0, 3.0),
 }
 #: Further examples of a method.
-MORE = {"chat_lora", "seq2seq_sft", "seq2seq_dpo", "whisper"}
+MORE = {"chat_lora", "dapo", "seq2seq_sft", "seq2seq_dpo", "whisper"}
 #: Examples that run by default.
 DAILY = ("dpo",)
 #: Examples that start with the model of examples/pretrain.yaml.

@@ -184,18 +184,34 @@ OPTAX = {
     "rmsprop": optax.rmsprop,
     "sgd": optax.sgd,
     "schedule_free_adamw": optax.contrib.schedule_free_adamw,
+    "adopt": optax.contrib.adopt,
+    "ademamix": optax.contrib.ademamix,
+}
+#: Settings that optax does not have, by optimizer.
+OWN_SETTINGS = {
+    "adamw_8bit": {"block_size"},
+    "lion_8bit": {"block_size"},
+    "ademamix": {"alpha_warmup", "b3_warmup"},
 }
 
 
 def test_only_optimizers_outside_optax_have_own_settings():
-    assert set(OPTIMIZERS) - set(OPTAX) == {"muon", "mars", "quad", "skew"}
+    assert set(OPTIMIZERS) - set(OPTAX) == {
+        "muon",
+        "muon_8bit",
+        "mars",
+        "quad",
+        "skew",
+        "soap",
+        "dion",
+    }
 
 
 @pytest.mark.parametrize("name", sorted(OPTAX))
 def test_settings_of_optimizers_are_those_of_optax(name):
     known = inspect.signature(OPTAX[name]).parameters
     settings = OPTIMIZERS[name]()
-    own = {"block_size"} if name.endswith("8bit") else set()
+    own = OWN_SETTINGS.get(name, set()) | {"cautious"}
     for key, value in settings.model_dump(exclude=own).items():
         assert key in known, key
         assert value == known[key].default, key

@@ -44,8 +44,9 @@ def shardings_like(shapes: optax.OptState, params: nnx.State) -> optax.OptState:
     """Return a sharding for each leaf of an optimizer state.
 
     Moments and masters mirror the parameters: their path ends with the path of a parameter, and
-    they have its shape. They get the sharding of the parameter. All other leaves (counts, factored
-    moments) are replicated.
+    they have its shape. They get the sharding of the parameter. An array with the rank of its
+    parameter, such as a basis or the scales of a moment, is sharded along the dimensions that it
+    shares with the parameter. All other leaves (counts, factored moments) are replicated.
 
     Args:
         shapes: abstract optimizer state.
@@ -62,9 +63,22 @@ def shardings_like(shapes: optax.OptState, params: nnx.State) -> optax.OptState:
             param = by_path.get(names[-depth:])
             if param is not None and param.shape == leaf.shape:
                 return param.sharding
+            if param is not None and param.ndim == leaf.ndim:
+                return _share_sharding(param, leaf.shape, default)
         return default
 
     return jax.tree_util.tree_map_with_path(choose, shapes)
+
+
+def _share_sharding(param: jax.Array, shape: Sequence[int], default: Sharding) -> Sharding:
+    """Return the sharding of a parameter for the dimensions of a shape with the same size."""
+    sharding = param.sharding
+    if not isinstance(sharding, NamedSharding):
+        return default
+    spec = [*sharding.spec, *[None] * (param.ndim - len(sharding.spec))]
+    dimensions = zip(spec, param.shape, shape, strict=True)
+    shared = [entry if size == own else None for entry, own, size in dimensions]
+    return NamedSharding(sharding.mesh, PartitionSpec(*shared)) if any(shared) else default
 
 
 def microbatches(batch: Inputs[np.ndarray], count: int) -> Inputs[np.ndarray]:

@@ -1,7 +1,8 @@
 """The memory of optimizer states, from the shapes of the parameters. No jax.
 
-A moment has the sharding of its parameter. A factored moment is replicated, as are the scales of
-eight-bit moments. A test compares every optimizer with `optax`.
+A moment has the sharding of its parameter. An array of the same rank, such as the scales of
+eight-bit moments, has the sharding of the dimensions that it shares with the parameter. A factored
+moment is replicated. A test compares every optimizer with `optax`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ed_trainers.options.base import TrainingArguments
-from ed_trainers.options.optimizers import optimizer_settings
+from ed_trainers.options.optimizers import get_matrix_shape, optimizer_settings
 
 from ed_elarge.plan.mesh import PlanMesh
 from ed_elarge.plan.tensors import DTYPE_SIZES, PlanTensor
@@ -60,6 +61,14 @@ class Moments:
         """Return the bytes of a first moment, whose dtype can be chosen."""
         return self.mu_size * self.mesh.shard(tensor)
 
+    def count_shared(self, tensor: PlanTensor, *last: int) -> int:
+        """Return the values on one device of an array with other last dimensions."""
+        shape = (*tensor.shape[: len(tensor.shape) - len(last)], *last)
+        # The mesh axes of trailing dimensions that are not split are omitted.
+        dimensions = zip(self.mesh.parameter(tensor), tensor.shape, shape, strict=False)
+        parts = math.prod(self.mesh.ways(entry) for entry, own, size in dimensions if own == size)
+        return tensor.layers * math.prod(shape) // parts
+
 
 def _get_shape(tensor: PlanTensor) -> tuple[int, ...]:
     """Return the shape of one array: without layers and experts."""
@@ -84,7 +93,7 @@ def _eight_bit(moments: int) -> Bytes:
         if math.prod(shape) < _SMALLEST:
             return state.first(tensor) + (moments - 1) * state.get_full_size(tensor)
         block = min(int(state.settings["block_size"]), shape[-1])
-        scales = copies * math.prod(shape[:-1]) * -(-shape[-1] // block)
+        scales = state.count_shared(tensor, -(-shape[-1] // block))
         # One count for each array, because the arrays are updated separately.
         return moments * (state.mesh.shard(tensor) + 4 * scales) + 4 * copies
 
@@ -109,6 +118,51 @@ def _is_matrix(tensor: PlanTensor) -> bool:
 
 def _muon(state: Moments, tensor: PlanTensor) -> int:
     return state.get_full_size(tensor) if _is_matrix(tensor) else _adamw(state, tensor)
+
+
+def _muon_8bit(state: Moments, tensor: PlanTensor) -> int:
+    return _eight_bit(1 if _is_matrix(tensor) else 2)(state, tensor)
+
+
+def _dion(state: Moments, tensor: PlanTensor) -> int:
+    if not _is_matrix(tensor):
+        return _adamw(state, tensor)
+    shorter = min(_get_shape(tensor))
+    rank = min(shorter, math.ceil(shorter * state.settings["rank_fraction"]))
+    return state.get_full_size(tensor) + 4 * state.count_shared(tensor, shorter, rank)
+
+
+def _soap(state: Moments, tensor: PlanTensor) -> int:
+    shape = _get_shape(tensor)
+    moments = 2 * state.get_full_size(tensor)
+    longest, is_vector = state.settings["max_precond_dim"], len(shape) < 2
+    sides = get_matrix_shape(shape)
+    selected = [size <= longest for size in sides]
+    if is_vector:
+        selected = [selected[0] and state.settings["precondition_1d"], False]
+    sizes = [size if chosen else 1 for size, chosen in zip(sides, selected, strict=True)]
+    if len(shape) == 2:
+        values = sum(state.count_shared(tensor, size, size) for size in sizes)
+    else:
+        values = _copies(tensor) * sum(size**2 for size in sizes)
+    return moments + 2 * 4 * values
+
+
+def _kron(state: Moments, tensor: PlanTensor) -> int:
+    shape, settings = _get_shape(tensor), state.settings
+    size = DTYPE_SIZES[settings["dtype"]]
+    blocks, factors = [], []
+    for length in get_matrix_shape(shape):
+        is_dense = len(shape) > 1 and length <= settings["max_size_dense"]
+        side = min(settings["block_size"], length) if is_dense else length
+        blocks.append(-(-length // side))
+        factors.append(side**2 if is_dense else side)
+    values = math.prod(blocks) * (size * sum(factors) + 8)
+    return size * state.mesh.shard(tensor) + _copies(tensor) * (values + 4)
+
+
+def _ademamix(state: Moments, tensor: PlanTensor) -> int:
+    return 3 * state.get_full_size(tensor)
 
 
 def _mars(state: Moments, tensor: PlanTensor) -> int:
@@ -136,6 +190,13 @@ _OPTIMIZERS: dict[str, Bytes] = {
     "lion_8bit": _eight_bit(1),
     "adafactor": _adafactor,
     "muon": _muon,
+    "muon_8bit": _muon_8bit,
+    "dion": _dion,
+    "soap": _soap,
+    "adopt": _adamw,
+    "ademamix": _ademamix,
+    "quad": _kron,
+    "skew": _kron,
     "mars": _mars,
     "rmsprop": _rmsprop,
     "sgd": _sgd,

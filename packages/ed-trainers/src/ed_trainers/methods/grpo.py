@@ -41,12 +41,13 @@ from ed_trainers.losses.policy import (
     select_uncertain_tokens,
 )
 from ed_trainers.methods.reference import Reference
-from ed_trainers.online.completions import Completions
+from ed_trainers.online.completions import Completions, SampledPrompts
 from ed_trainers.online.phase import (
     HELD_OUT,
     OnlineRun,
     PhaseRows,
     Question,
+    ReadPrompts,
     compute_policy,
     online_method,
 )
@@ -90,6 +91,19 @@ class GroupRun(OnlineRun[A]):
             from ed_trainers.online.entropy_control import EntropyControl
 
             self.entropy_control = EntropyControl(options)
+
+    def select_prompts(self, read: ReadPrompts, weights: Weights, number: int) -> SampledPrompts:
+        """See `OnlineRun`; the groups of the trained prompts have different rewards."""
+        from ed_trainers.online.dynamic_sampling import sample_groups
+
+        options, phase = self.arguments, self.phase
+        assert isinstance(options, GroupArguments), "the options of a method that compares groups"
+        return sample_groups(
+            options,
+            self.scorer,
+            lambda later: phase.sample(read(later), weights, number=number, later=later),
+            weights,
+        )
 
     def prepare(self, batch: HostBatch) -> Prepared:
         """See `MethodRun`; with a control of the entropy, the rows have its weight."""

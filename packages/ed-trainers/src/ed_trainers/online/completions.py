@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from ed_infra.inputs import ROUTED_EXPERTS
@@ -109,6 +109,51 @@ class Completions:
             given=some(self.given) if self.given else [],
             experts=some(self.experts) if self.experts else [],
             masks=some(self.masks) if self.masks else [],
+        )
+
+    @classmethod
+    def concat(cls, parts: Sequence[Completions]) -> Completions:
+        """Return the completions of several batches of prompts in their order, without scores."""
+
+        def join(name: str) -> list[Any]:
+            return [value for part in parts for value in getattr(part, name)]
+
+        field_names = dict.fromkeys(name for part in parts for name in part.fields)
+        ends = np.cumsum([len(part) for part in parts])
+
+        def encode_prompt(row: int, prompt: PromptContent) -> list[int]:
+            index = int(np.searchsorted(ends, row, side="right"))
+            encode = parts[index].encode
+            assert encode is not None, "all batches of a loader encode prompts, or none does"
+            return encode(row - int(ends[index]) + len(parts[index]), prompt)
+
+        def list_documents() -> list[list[int]]:
+            return [ids for part in parts if part.documents for ids in part.documents()]
+
+        reward_parts = [part.rewards for part in parts if part.rewards is not None]
+        return cls(
+            prompts=join("prompts"),
+            prompt_ids=join("prompt_ids"),
+            completion_ids=join("completion_ids"),
+            logprobs=join("logprobs"),
+            completions=join("completions"),
+            ended=join("ended"),
+            fields={
+                name: [
+                    value for part in parts for value in part.fields.get(name, [None] * len(part))
+                ]
+                for name in field_names
+            },
+            images={
+                name: _concat_padded([part.images[name] for part in parts])
+                for name in parts[0].images
+            },
+            documents=None if parts[0].documents is None else list_documents,
+            encode=None if parts[0].encode is None else encode_prompt,
+            rewards=np.concatenate(reward_parts) if reward_parts else None,
+            given=join("given"),
+            experts=join("experts"),
+            masks=join("masks"),
         )
 
     def rows(self, length: int) -> Prepared:
@@ -240,6 +285,30 @@ class Completions:
             "completions/clipped_ratio": float(1 - ended.mean()),
             "completions/mean_terminated_length": float(ended_lengths.mean()),
         }
+
+
+class SampledPrompts(NamedTuple):
+    """The prompts of a generation that are trained.
+
+    Attributes:
+        completions: their completions.
+        figures: figures for the log, which replace those of the completions.
+        tokens: number of all sampled tokens.
+    """
+
+    completions: Completions
+    figures: Mapping[str, float]
+    tokens: int
+
+
+def _concat_padded(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Concatenate arrays along the rows; shorter ones are padded with zeros."""
+    shape = np.max([array.shape[1:] for array in arrays], axis=0)
+    padded = [
+        np.pad(x, [(0, 0), *((0, n - own) for n, own in zip(shape, x.shape[1:], strict=True))])
+        for x in arrays
+    ]
+    return np.concatenate(padded)
 
 
 def get_images(batch: PromptRows) -> Mapping[str, np.ndarray]:

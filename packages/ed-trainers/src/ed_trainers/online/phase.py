@@ -33,6 +33,7 @@ from ed_trainers.losses.policy import Policy, Truncation, token_policy
 from ed_trainers.online.completions import (
     Completions,
     PromptRows,
+    SampledPrompts,
     build_completions,
     get_images,
     get_prompt_rows,
@@ -51,6 +52,8 @@ PhaseRows = tuple[dict[str, np.ndarray], dict[str, float]]
 RowsOf = Callable[[R, Completions, Weights, int], PhaseRows]
 Complete = Callable[[R, HostBatch, Weights, int], Completions]
 Question = Callable[..., dict[str, jax.Array]]
+#: Returns the prompts of a round of a generation.
+ReadPrompts = Callable[[int], HostBatch]
 
 #: Number of the generations of held-out prompts; the seeds of their samples depend on it.
 HELD_OUT = 2**31
@@ -119,6 +122,19 @@ class OnlineRun(MethodRun[A]):
         """See `MethodRun`."""
         self.phase = Phase(self)
 
+    def select_prompts(self, read: ReadPrompts, weights: Weights, number: int) -> SampledPrompts:
+        """Return the completions of the prompts of a generation that are trained.
+
+        A method that selects prompts by their completions overrides this function.
+
+        Args:
+            read: returns the prompts of a round, from 0.
+            weights: the weights to sample with.
+            number: number of the generation.
+        """
+        completions = self.phase.complete(read(0), weights, number)
+        return SampledPrompts(completions, {}, sum(map(len, completions.completion_ids)))
+
 
 class Generation(NamedTuple):
     """The completions of one generation, ready for training.
@@ -156,22 +172,37 @@ class Phase:
                 f"{run.name} decides for each generation how prompts are completed, so it cannot "
                 "issue prompts ahead: omit the section asynchronous"
             )
+        if self.options.rounds_per_generation > 1 and isinstance(run.rollout, AheadRollout):
+            raise ConfigError(
+                "filter_groups selects prompts by the rewards of their completions, and "
+                "asynchronous training issues all prompts before: omit filter_groups, or the "
+                "section asynchronous"
+            )
 
-    def generate(self, batch: HostBatch, weights: Weights, number: int) -> Generation:
+    def generate(
+        self, batch: HostBatch, weights: Weights, number: int, more: ReadPrompts | None = None
+    ) -> Generation:
         """Complete a loader's batch of prompts, and make rows of the completions.
 
         Args:
             batch: prompts.
             weights: the weights to sample with.
             number: number of the generation; the seeds of the samples depend on it.
+            more: returns the prompts of a later round, from 1, for a method that selects prompts.
         """
         began = time.monotonic()
-        completions = self.complete(batch, weights, number)
+        if more is None:
+            completions, selection_figures = self.complete(batch, weights, number), {}
+            tokens = sum(map(len, completions.completion_ids))
+        else:
+            completions, selection_figures, tokens = self.run.select_prompts(
+                lambda later: more(later) if later else batch, weights, number
+            )
         seconds = time.monotonic() - began
         rows, figures = self.get_rows(completions, weights, number)
-        tokens = float(sum(map(len, completions.completion_ids)))
+        figures = {**figures, **selection_figures}
         rollout_metrics = {
-            "rollout_tokens": tokens,
+            "rollout_tokens": float(tokens),
             "rollout_seconds": seconds,
             "rollout_tokens_per_second": tokens / max(seconds, 1e-9),
             **self._figures,
@@ -199,6 +230,7 @@ class Phase:
         number: int,
         copies: int | None = None,
         rollout: Rollout | None = None,
+        later: int = 0,
     ) -> Completions:
         """Complete prompts by a rollout, each prompt several times.
 
@@ -209,6 +241,7 @@ class Phase:
                 number and on the position of the completion.
             copies: completions of each prompt; None is the number that `rows` reads.
             rollout: replaces the rollout of the trainer.
+            later: number of the round in its generation, from 0.
 
         Raises:
             ConfigError: the batch holds no prompts, or there is no rollout.
@@ -220,7 +253,7 @@ class Phase:
                 f"{run.name} needs a rollout that completes prompts: pass rollout=, such as "
                 "ed_elarge.engine.rollout.EngineRollout(engine)"
             )
-        request = self.request(batch, number, copies)
+        request = self.request(batch, number, copies, later)
         assert isinstance(batch, PromptRows), "checked by request"
         if isinstance(rollout, AheadRollout) and number != HELD_OUT:
             sampled, self._figures = rollout.take(number, weights.version)
@@ -247,13 +280,16 @@ class Phase:
         extension = self.run.record.extension
         return weights if extension is None else PolicyWeights(weights, extension)
 
-    def request(self, batch: HostBatch, number: int, copies: int | None = None) -> SampleRequest:
+    def request(
+        self, batch: HostBatch, number: int, copies: int | None = None, later: int = 0
+    ) -> SampleRequest:
         """Return the prompts and seeds of a generation.
 
         Args:
             batch: prompts.
             number: number of the generation.
             copies: see `sample`.
+            later: number of the round in its generation, on which the seeds depend.
 
         Raises:
             ConfigError: the batch holds no prompts, a prompt is empty, or truncation would remove
@@ -291,7 +327,8 @@ class Phase:
             "top_k": options.top_k,
             "min_p": options.min_p,
         }
-        draws = np.random.SeedSequence((run.arguments.seed, number))
+        numbers = (number, later) if later else (number,)
+        draws = np.random.SeedSequence((run.arguments.seed, *numbers))
         seeds = draws.generate_state(len(prompt_ids) * copies, np.uint32).tolist()
         return SampleRequest(
             number, prompt_ids, copies, params, seeds, get_prompt_rows(batch, prompt_ids)
@@ -431,22 +468,28 @@ class RolloutFeed(Feed):
         self._continues = False  # whether the next step uses the present generation
         rollout = self._run.rollout
         self._ahead = rollout if isinstance(rollout, AheadRollout) else None
-        if self._ahead is not None and not isinstance(dataset, BatchLoader):
+        self._rounds = self._options.rounds_per_generation
+        if not isinstance(dataset, BatchLoader) and (self._ahead is not None or self._rounds > 1):
+            kind = "filter_groups" if self._ahead is None else "asynchronous training"
             raise ConfigError(
-                "prompts are issued before their step: asynchronous training needs a loader with "
+                f"prompts are read in another order than the steps: {kind} needs a loader with "
                 "batch_at(step), such as those of ed_data.build_prompts"
             )
 
     @property
     def steps_per_epoch(self) -> int | None:
         """Number of updates in one pass over the prompts, if the dataset has a length."""
-        generations = super().steps_per_epoch
-        return None if generations is None else generations * self._options.updates_per_generation
+        return self._count_updates(super().steps_per_epoch)
 
     def count_steps(self, epochs: int) -> int | None:
         """Return the number of updates of several passes, if the dataset has a length."""
-        generations = super().count_steps(epochs)
-        return None if generations is None else generations * self._options.updates_per_generation
+        return self._count_updates(super().count_steps(epochs))
+
+    def _count_updates(self, batches: int | None) -> int | None:
+        """Return the number of updates on a number of batches of prompts; unused ones count."""
+        if batches is None:
+            return None
+        return max(batches // self._rounds, 1) * self._options.updates_per_generation
 
     def batch(self, step: int) -> HostBatch:
         """Return the rows of update `step`; the first update of a generation samples.
@@ -461,7 +504,9 @@ class RolloutFeed(Feed):
             weights = self._run.weights()
             if self._ahead is not None:
                 self._issue(self._ahead, number, weights)
-            generation = self._phase.generate(super().batch(number), weights, number)
+            first, read = number * self._rounds, super().batch
+            more = (lambda later: read(first + later)) if self._rounds > 1 else None
+            generation = self._phase.generate(read(first), weights, number, more)
             self._now = self.shuffle_rows(generation)
         self._continues = within + 1 < options.updates_per_generation
         self.figures, self.samples = self._now.figures, self._now.samples

@@ -105,6 +105,8 @@ class Scorer:
                 "set one weight per reward"
             )
         self._names, self._weights = names, np.asarray(weights, np.float32)
+        #: Number of rewards before the reward model.
+        self.function_count = len(names) - self._has_model
 
     def score(
         self, completions: Completions, rows: Mapping[str, np.ndarray], weights: Weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -9,7 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 
+from ed_trainers.optimizers.dion import scale_by_dion
 from ed_trainers.optimizers.eight_bit import SMALLEST, eight_bit
 from ed_trainers.optimizers.ema import with_ema
 from ed_trainers.optimizers.groups import ParamTree, learning_rate_factors, weight_decays
@@ -17,22 +20,33 @@ from ed_trainers.optimizers.kron import scale_by_kron
 from ed_trainers.optimizers.mars import scale_by_mars
 from ed_trainers.optimizers.masters import in_parameter_dtype, with_masters
 from ed_trainers.optimizers.muon import matrices, scale_by_muon
-from ed_trainers.optimizers.per_array import create_transformation, own_shapes, per_array
+from ed_trainers.optimizers.per_array import (
+    create_transformation,
+    map_parameters,
+    own_shapes,
+    per_array,
+    stacked_axes,
+)
 from ed_trainers.optimizers.schedule_free import ScheduleFreeState, schedule_free
 from ed_trainers.optimizers.schedules import Schedule
 from ed_trainers.optimizers.skip import skip_bad_steps
+from ed_trainers.optimizers.soap import scale_by_soap
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.optimizers import (
+    DionSettings,
     KronSettings,
     MarsSettings,
     MuonSettings,
     QuadSettings,
     ScheduleFreeAdamWSettings,
     SkewSettings,
+    SoapSettings,
     optimizer_settings,
 )
 
 Direction = optax.GradientTransformation
+#: Smallest share of the updates of a cautious step by which they are divided.
+_LEAST_SHARE = 1e-3
 NumbersOf = Callable[[optax.Params | None], ParamTree]
 
 
@@ -47,8 +61,11 @@ def build_optimizer(
     loss, as `value=`.
     """
     settings = optimizer_settings(arguments.optimizer, arguments.optimizer_kwargs)
+    values = settings.model_dump()
+    is_cautious = values.pop("cautious", False)
+    direction = DIRECTIONS[arguments.optimizer](values, arguments.tx_mu_dtype)
     core = optax.chain(
-        DIRECTIONS[arguments.optimizer](settings.model_dump(), arguments.tx_mu_dtype),
+        _limit_to_gradient_signs(direction) if is_cautious else direction,
         _add_decay(partial(weight_decays, arguments)),
         _by_learning_rate(schedule, partial(_factors, arguments)),
     )
@@ -100,7 +117,7 @@ def _eight_bit(
     block_size = settings.pop("block_size")
     inner = scale(**settings, mu_dtype=mu_dtype)
     large = per_array(eight_bit(inner, block_size=block_size))
-    return _split(large, inner, lambda params: _map_shapes(lambda p: p.size >= SMALLEST, params))
+    return _split(large, inner, _are_large)
 
 
 def _adafactor(settings: dict[str, Any], mu_dtype: str | None) -> Direction:
@@ -124,24 +141,79 @@ def _trace(momentum: float | None, *, nesterov: bool = False) -> Direction:
     return optax.identity() if momentum is None else optax.trace(momentum, nesterov)
 
 
+def _adam(settings: MuonSettings | MarsSettings | DionSettings) -> Direction:
+    """Return AdamW of the parameters that an optimizer of matrices leaves out."""
+    return optax.scale_by_adam(settings.adam_b1, settings.adam_b2, settings.adam_eps)
+
+
 def _muon(settings: dict[str, Any], mu_dtype: str | None) -> Direction:
+    del mu_dtype
     muon_settings = MuonSettings(**settings)
-    adam = optax.scale_by_adam(
-        muon_settings.adam_b1, muon_settings.adam_b2, muon_settings.adam_eps, mu_dtype=mu_dtype
+    return _split(per_array(scale_by_muon(muon_settings)), _adam(muon_settings), matrices)
+
+
+def _muon_8bit(settings: dict[str, Any], mu_dtype: str | None) -> Direction:
+    """Store the momentum of large matrices, and Adam's moments of large arrays, in eight bits."""
+    del mu_dtype
+    block_size = settings.pop("block_size")
+    muon_settings = MuonSettings(**settings)
+    muon = scale_by_muon(muon_settings)
+    large = per_array(eight_bit(muon, block_size=block_size))
+    adam = _adam(muon_settings)
+    large_adam = per_array(eight_bit(adam, block_size=block_size))
+    return _split(
+        _split(large, per_array(muon), _are_large), _split(large_adam, adam, _are_large), matrices
     )
-    return _split(per_array(scale_by_muon(muon_settings)), adam, matrices)
+
+
+def _dion(settings: dict[str, Any], mu_dtype: str | None) -> Direction:
+    del mu_dtype
+    dion_settings = DionSettings(**settings)
+    return _split(per_array(scale_by_dion(dion_settings)), _adam(dion_settings), matrices)
 
 
 def _mars(settings: dict[str, Any], mu_dtype: str | None) -> Direction:
+    del mu_dtype
     mars_settings = MarsSettings(**settings)
-    adam = optax.scale_by_adam(
-        mars_settings.adam_b1, mars_settings.adam_b2, mars_settings.adam_eps, mu_dtype=mu_dtype
-    )
     return _split(
         per_array(scale_by_mars(mars_settings)),
-        adam,
+        _adam(mars_settings),
         lambda params: _map_shapes(lambda array: len(array.shape) == 2, params),
     )
+
+
+def _soap(settings: dict[str, Any], mu_dtype: str | None) -> Direction:
+    del mu_dtype
+    return scale_by_soap(SoapSettings(**settings))
+
+
+def _adopt(settings: dict[str, Any], mu_dtype: str | None) -> Direction:
+    """Return ADOPT (Taniguchi et al. 2024, arXiv 2411.02853), whose first update is 0."""
+    del mu_dtype
+    return optax.contrib.scale_by_adopt(**settings)
+
+
+def _ademamix(settings: dict[str, Any], mu_dtype: str | None) -> Direction:
+    """Return AdEMAMix (Pagliardini et al. 2024, arXiv 2409.03137) with its two warm-ups.
+
+    optax passes the number of earlier updates to a schedule; the authors count the present one.
+    """
+    del mu_dtype
+    alpha_steps, b3_steps = settings.pop("alpha_warmup"), settings.pop("b3_warmup")
+    alpha, b1, b3 = settings["alpha"], settings["b1"], settings["b3"]
+
+    def grow_alpha(count: jax.Array) -> jax.Array:
+        return alpha * jnp.minimum((count + 1) / alpha_steps, 1.0)
+
+    def grow_b3(count: jax.Array) -> jax.Array:
+        # The half-life of a mean, which is linear in the number of the step.
+        first, last = (math.log(0.5) / math.log(max(b, 1e-8)) - 1 for b in (b1, b3))
+        share = jnp.minimum((count + 1) / b3_steps, 1.0)
+        return 0.5 ** (1 / ((1 - share) * first + share * last + 1))
+
+    settings["alpha"] = alpha if alpha_steps is None else grow_alpha
+    settings["b3"] = b3 if b3_steps is None else grow_b3
+    return optax.contrib.scale_by_ademamix(**settings)
 
 
 def _kron(kind: type[KronSettings], settings: dict[str, Any], mu_dtype: str | None) -> Direction:
@@ -163,12 +235,17 @@ DIRECTIONS: dict[str, Callable[[dict[str, Any], str | None], Direction]] = {
     "lion_8bit": partial(_eight_bit, optax.scale_by_lion),
     "adafactor": _adafactor,
     "muon": _muon,
+    "muon_8bit": _muon_8bit,
     "rmsprop": _rmsprop,
     "sgd": _sgd,
     "mars": _mars,
     "quad": partial(_kron, QuadSettings),
     "skew": partial(_kron, SkewSettings),
     "schedule_free_adamw": _schedule_free_adamw,
+    "soap": _soap,
+    "adopt": _adopt,
+    "ademamix": _ademamix,
+    "dion": _dion,
 }
 
 
@@ -183,8 +260,35 @@ def _split(
     return optax.partition({"first": first, "second": second}, labels)
 
 
+def _are_large(params: optax.Params) -> Any:
+    return _map_shapes(lambda array: array.size >= SMALLEST, params)
+
+
 def _map_shapes(function: Callable[[Any], bool], params: optax.Params) -> Any:
     return jax.tree.map(function, own_shapes(params))
+
+
+def _limit_to_gradient_signs(inner: Direction) -> optax.GradientTransformation:
+    """Omit the updates whose sign differs from that of the gradient (arXiv 2411.16085, alg. 2).
+
+    The remaining updates of each layer and expert are divided by their share, at least 0.001.
+    """
+
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
+        directions, state = inner.update(updates, state, params)
+
+        def limit(direction: jax.Array, grad: jax.Array, stacked: int) -> jax.Array:
+            agrees = (direction * grad > 0).astype(jnp.float32)
+            share = jnp.mean(agrees, axis=tuple(range(stacked, grad.ndim)), keepdims=True)
+            factor = agrees / jnp.maximum(share, _LEAST_SHARE)
+            return direction * factor.astype(direction.dtype)
+
+        stacked_counts = map_parameters(stacked_axes, params)
+        return jax.tree.map(limit, directions, updates, stacked_counts), state
+
+    return optax.GradientTransformation(inner.init, update)
 
 
 # --- decay and learning rate ---

@@ -21,7 +21,7 @@ import numpy as np
 import optax
 
 from ed_trainers.optimizers.per_array import create_transformation
-from ed_trainers.options.optimizers import KronSettings, SkewSettings
+from ed_trainers.options.optimizers import KronSettings, SkewSettings, get_matrix_shape
 
 # Constants of the authors' implementation.
 _BOUND_DECAY = 0.95  # of the running bounds of the curvature
@@ -82,7 +82,7 @@ def scale_by_kron(settings: KronSettings) -> optax.GradientTransformation:
     rotates = isinstance(settings, SkewSettings)
 
     def axes(shape: tuple[int, ...]) -> tuple[_Axis, _Axis]:
-        rows, columns = _matrix(shape)
+        rows, columns = get_matrix_shape(shape)
         dense = len(shape) > 1
         return _Axis.of(rows, settings, dense=dense), _Axis.of(columns, settings, dense=dense)
 
@@ -153,15 +153,6 @@ def scale_by_kron(settings: KronSettings) -> optax.GradientTransformation:
         return preconditioned_direction.astype(grad.dtype), state
 
     return create_transformation(init, update)
-
-
-def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the shape of an array as a matrix: the split of its axes nearest to a square."""
-    cuts = range(1, len(shape))
-    splits = [(int(np.prod(shape[:at])), int(np.prod(shape[at:]))) for at in cuts]
-    if not splits:
-        return int(np.prod(shape)), 1
-    return min(splits, key=lambda sizes: max(sizes) / min(sizes))
 
 
 def whiten_block(left: jax.Array, block: jax.Array, right: jax.Array) -> jax.Array:

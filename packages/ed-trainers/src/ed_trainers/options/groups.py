@@ -55,11 +55,25 @@ class GroupArguments(RewardedArguments, SyncArguments):
     `cispo` the value is the largest ratio, and None means 5."""
     mask_truncated_completions: StrictFlag = False
     """Do not train on completions that reached the maximum length."""
+    filter_groups: StrictFlag = False
+    """Replace the prompts whose completions all have the same reward with further prompts (the
+    dynamic sampling of DAPO, arXiv:2503.14476). An evaluation replaces no prompts."""
+    filter_groups_metric: str = "reward"
+    """With `filter_groups`: the compared reward, a name in `reward_functions`, or `reward`: the
+    weighted sum."""
+    max_num_gen_batches: Annotated[int, Field(ge=2, le=10_000)] = 10
+    """With `filter_groups`: largest number of batches of prompts that a generation completes. If
+    they have too few unequal groups, equal groups fill the batch."""
 
     @property
     def rows_per_prompt(self) -> int:
         """See `OnlineArguments`."""
         return self.num_return_sequences
+
+    @property
+    def rounds_per_generation(self) -> int:
+        """See `OnlineArguments`."""
+        return self.max_num_gen_batches if self.filter_groups else 1
 
     @property
     def sequences_per_unit(self) -> int:
@@ -70,6 +84,11 @@ class GroupArguments(RewardedArguments, SyncArguments):
     def upper(self) -> float:
         """`epsilon_high`, or its default."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    def list_idle_filters(self) -> list[tuple[str, str]]:
+        """Return the options without effect, and the reasons, if `filter_groups` is false."""
+        names = () if self.filter_groups else ("filter_groups_metric", "max_num_gen_batches")
+        return [(name, "filter_groups is false") for name in names]
 
 
 class GRPOArguments(GroupArguments, OnlineArguments):
@@ -239,7 +258,7 @@ class GRPOArguments(GroupArguments, OnlineArguments):
 
     def idle(self) -> list[tuple[str, str]]:
         """See `TrainingArguments.idle`."""
-        out = super().idle()
+        out = super().idle() + self.list_idle_filters()
         unread = {
             "epsilon": self.loss_type in _UNCLIPPED,
             "epsilon_high": self.loss_type in ("sapo", "vespo"),
@@ -369,6 +388,10 @@ class RLOOArguments(GroupArguments, OnlineArguments):
     reward_clip_range: tuple[float, float] | None = None
     """Lowest and highest reward; other rewards are clipped."""
 
+    def idle(self) -> list[tuple[str, str]]:
+        """See `TrainingArguments.idle`."""
+        return super().idle() + self.list_idle_filters()
+
     @field_validator("reward_clip_range")
     @classmethod
     def _is_a_range(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
@@ -493,6 +516,8 @@ class SDPOArguments(GRPOArguments):
     def _is_complete(self) -> Self:
         if self.distillation_mode == "topk_logits" and self.distillation_topk is None:
             raise conflict("distillation_mode topk_logits needs distillation_topk, such as 100")
+        if self.num_return_sequences == 1 and self.filter_groups:
+            raise conflict("a group of one completion is never unequal: omit filter_groups")
         if self.num_return_sequences == 1 and self.has_policy_loss:
             raise conflict(
                 "one completion per prompt has nothing to compare it with in the policy loss: set "

@@ -79,6 +79,11 @@ class OnlineArguments(TrainingArguments):
         return self.loader_batch_size * self.rows_per_prompt * self.completions_per_row
 
     @property
+    def rounds_per_generation(self) -> int:
+        """Largest number of batches of prompts that a generation completes."""
+        return 1
+
+    @property
     def updates_per_generation(self) -> int:
         """Number of optimizer steps between two generations."""
         return self.steps_per_generation * self.num_iterations

@@ -3,8 +3,9 @@ neither jax nor flax."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -190,7 +191,15 @@ def _check_directory(value: str, info: ValidationInfo) -> str:
 LocalDirectory = Annotated[str, AfterValidator(_check_directory)]
 
 
-class AdamWSettings(Options):
+class CautiousSettings(Options):
+    """Settings of the optimizers with a cautious variant (Liang et al., arXiv:2411.16085)."""
+
+    cautious: StrictFlag = False
+    """Do not change the values whose update has the opposite sign of the gradient. The other
+    updates of the array grow by the inverse of their share."""
+
+
+class AdamWSettings(CautiousSettings):
     """Settings of adamw in `optimizer_kwargs`."""
 
     b1: FractionBelowOne = 0.9
@@ -206,7 +215,7 @@ class AdamW8bitSettings(AdamWSettings):
     """Number of consecutive values of a row of a parameter that share a scale."""
 
 
-class LionSettings(Options):
+class LionSettings(CautiousSettings):
     """Settings of lion in `optimizer_kwargs`."""
 
     b1: FractionBelowOne = 0.9
@@ -244,7 +253,55 @@ class SgdSettings(Options):
     nesterov: StrictFlag = False
 
 
-class MuonSettings(Options):
+class AdoptSettings(CautiousSettings):
+    """Settings of adopt in `optimizer_kwargs`."""
+
+    b1: FractionBelowOne = 0.9
+    b2: FractionBelowOne = 0.9999
+    eps: Positive = 1e-6
+    """Smallest divisor of a gradient."""
+    use_clipping: StrictFlag = True
+    """Limit the size of each normalized gradient to the fourth root of the number of updates."""
+
+
+class AdEMAMixSettings(CautiousSettings):
+    """Settings of ademamix in `optimizer_kwargs`."""
+
+    b1: FractionBelowOne = 0.9
+    b2: FractionBelowOne = 0.999
+    b3: Annotated[float, Field(gt=0, lt=1)] = 0.9999
+    """Decay of the slow mean of the gradients."""
+    alpha: NotNegative = 5.0
+    """Weight of the slow mean."""
+    eps: Positive = 1e-8
+    alpha_warmup: Steps | None = None
+    """Number of steps in which `alpha` grows from 0; None: none. The paper uses the whole run."""
+    b3_warmup: Steps | None = None
+    """Number of steps in which the half-life of the slow mean grows from that of `b1`; None:
+    none. The paper uses the whole run."""
+
+
+class SoapSettings(CautiousSettings):
+    """Settings of soap in `optimizer_kwargs`."""
+
+    b1: FractionBelowOne = 0.95
+    b2: FractionBelowOne = 0.95
+    shampoo_beta: FractionBelowOne | None = None
+    """Decay of the matrices whose eigenvectors are the bases; None: `b2`."""
+    eps: Positive = 1e-8
+    precondition_frequency: Count = 10
+    """Number of updates between two changes of the bases."""
+    max_precond_dim: Count = 10_000
+    """Longest axis with a basis."""
+    precondition_1d: StrictFlag = False
+    """Vectors have a basis too."""
+    normalize_grads: StrictFlag = False
+    """Divide the direction of each array by its root mean square."""
+    correct_bias: StrictFlag = True
+    """Correct the moments for their start at 0, as in Adam."""
+
+
+class MuonSettings(CautiousSettings):
     """Settings of muon in `optimizer_kwargs`; `adam_...` apply to all but matrices of layers."""
 
     momentum: FractionBelowOne = 0.95
@@ -261,7 +318,30 @@ class MuonSettings(Options):
     """Highest learning rate of the parameters that AdamW trains; None: `learning_rate`."""
 
 
-class MarsSettings(Options):
+class Muon8bitSettings(MuonSettings):
+    """Settings of muon_8bit in `optimizer_kwargs`."""
+
+    block_size: Count = 256
+    """Number of consecutive values of a row of a parameter that share a scale."""
+
+
+class DionSettings(Options):
+    """Settings of dion in `optimizer_kwargs`; `adam_...` apply to all but matrices of layers."""
+
+    mu: FractionBelowOne = 0.95
+    """Share of the approximated part that stays in the momentum."""
+    rank_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Rank of an update, relative to the shorter side of the matrix."""
+    eps: Positive = 1e-8
+    """Added to the lengths of the columns of the right factor."""
+    adam_b1: FractionBelowOne = 0.9
+    adam_b2: FractionBelowOne = 0.999
+    adam_eps: Positive = 1e-8
+    adam_learning_rate: Positive | None = None
+    """Highest learning rate of the parameters that AdamW trains; None: `learning_rate`."""
+
+
+class MarsSettings(CautiousSettings):
     """Settings of mars in `optimizer_kwargs`; `adam_...` apply to arrays that are not matrices."""
 
     b1: FractionBelowOne = 0.95
@@ -361,12 +441,17 @@ OPTIMIZERS: dict[str, type[Options]] = {
     "lion_8bit": Lion8bitSettings,
     "adafactor": AdafactorSettings,
     "muon": MuonSettings,
+    "muon_8bit": Muon8bitSettings,
     "rmsprop": RmspropSettings,
     "sgd": SgdSettings,
     "mars": MarsSettings,
     "quad": QuadSettings,
     "skew": SkewSettings,
     "schedule_free_adamw": ScheduleFreeAdamWSettings,
+    "soap": SoapSettings,
+    "adopt": AdoptSettings,
+    "ademamix": AdEMAMixSettings,
+    "dion": DionSettings,
 }
 
 #: Schedulers of the learning rate, with the settings in `scheduler_kwargs`.
@@ -390,12 +475,17 @@ class EasyDeLOptimizers(StrEnum):
     LION_8BIT = "lion_8bit"
     ADAFACTOR = "adafactor"
     MUON = "muon"
+    MUON_8BIT = "muon_8bit"
     RMSPROP = "rmsprop"
     SGD = "sgd"
     MARS = "mars"
     QUAD = "quad"
     SKEW = "skew"
     SCHEDULE_FREE_ADAMW = "schedule_free_adamw"
+    SOAP = "soap"
+    ADOPT = "adopt"
+    ADEMAMIX = "ademamix"
+    DION = "dion"
 
 
 class EasyDeLSchedulers(StrEnum):
@@ -411,6 +501,15 @@ class EasyDeLSchedulers(StrEnum):
 
 #: The optimizers that keep a first moment whose dtype can be chosen.
 WITH_MU = ("adamw", "lion")
+
+
+def get_matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Return the shape of an array as a matrix: the split of its axes nearest to a square."""
+    cuts = range(1, len(shape))
+    splits = [(math.prod(shape[:at]), math.prod(shape[at:])) for at in cuts]
+    if not splits:
+        return math.prod(shape), 1
+    return min(splits, key=lambda sizes: max(sizes) / min(sizes))
 
 
 def optimizer_settings(optimizer: str, settings: Mapping[str, Any]) -> Options:
