@@ -13,7 +13,7 @@ import pytest
 import yaml
 from ed_elarge.config.normalize import normalize
 from ed_elarge.errors import Document
-from ed_elarge.plan import child, devices, report, settings, shapes, training
+from ed_elarge.plan import child, devices, report, serving, settings, shapes, training
 from ed_elarge.plan.mesh import build_mesh
 from ed_infra.errors import ConfigError
 
@@ -437,6 +437,56 @@ def test_quantized_weights_have_the_predicted_bytes(name: str, tmp_path: Path):
     # Adapters alone have an optimizer.
     assert step.parts["masters"] == 0
     assert 0 < step.parts["moments"] <= 2 * step.parts["adapters"]
+
+
+def count_device_bytes(model: Any) -> int:
+    """Return the bytes of a model on the first device."""
+    import jax
+    from flax import nnx
+
+    return sum(
+        shard.data.nbytes
+        for leaf in jax.tree.leaves(nnx.state(model, nnx.Not(nnx.RngState)))
+        for shard in leaf.addressable_shards
+        if shard.device == jax.devices()[0]
+    )
+
+
+@pytest.mark.parametrize("form", ["q4_0", "q8_0"])
+def test_codes_of_a_gguf_file_have_the_predicted_bytes(form: str, tmp_path: Path):
+    from ed_models import AutoEasyDeLConfig, AutoEasyDeLModelForCausalLM
+
+    fields = {key: value for key, value in SMALL.items() if key != "num_hidden_layers"}
+    config = AutoEasyDeLConfig.for_model(
+        "llama", **fields, num_hidden_layers=2, sharding_axis_dims=(1, 1, 1, 1, 1)
+    )
+    file = tmp_path / "model.gguf"
+    AutoEasyDeLModelForCausalLM.from_config(config).save_gguf(file, dtype=form)
+    values = run_file(quantization={"model": {"quantization_method": "gguf"}})
+    run = run_of({**values, "model": {"name_or_path": str(file), "tokenizer": "tokenizer"}})
+    model = AutoEasyDeLModelForCausalLM.from_pretrained(
+        file,
+        quantization_config={"dtype": "gguf"},
+        apply_quantization=True,
+        sharding_axis_dims=run.sharding.axis_dims,
+    )
+    found, mesh = shapes.get_shapes(run), build_mesh(run, 8)
+    planned = training.step(settings.training(run), found, mesh)
+    assert planned.parts["parameters"] == count_device_bytes(model)
+    assert planned.parts["masters"] == 0
+    sections = ("model", "quantization", "sharding")
+    served = run_of({name: run.to_dict()[name] for name in sections} | {"actions": ["serve"]})
+    engine = serving.plan_engine(
+        settings.serving(served), found, mesh, devices.parse_hardware("v5e:2x4", None).device
+    )
+    assert engine.memory.parts["parameters"] == count_device_bytes(model)
+
+
+def test_kept_codes_of_no_gguf_file_are_an_error(tmp_path: Path):
+    values = store_model(tmp_path, run_file())
+    run = run_of({**values, "quantization": {"model": {"quantization_method": "gguf"}}})
+    with pytest.raises(ConfigError, match="keeps the codes of a GGUF file"):
+        shapes.get_shapes(run)
 
 
 @pytest.mark.parametrize("length", [1024, 16384])

@@ -61,18 +61,30 @@ def read_task_config(name_or_path: str, revision: str | None = None) -> Mapping[
     return config if isinstance(config, dict) else None
 
 
+def find_model_gguf(source: Path) -> Path | None:
+    """Return the GGUF file of a model on this machine; None for other models.
+
+    Raises:
+        CheckpointError: a folder contains several models.
+    """
+    if source.suffix == ".gguf" and is_file(source):
+        return source
+    if not is_folder(source) or is_file(source / "config.json") or not any(source.glob("*.gguf")):
+        return None
+    from ed_models.checkpoints.gguf.directory import file_in
+
+    return file_in(source)
+
+
 def _read_other_layout(source: Path) -> Mapping[str, Any] | None:
     """Return config.json of a GGUF file or a folder of CTranslate2; None for other models."""
-    is_gguf = source.suffix == ".gguf" and is_file(source)
-    if not is_gguf and not is_folder(source):
-        return None
-    if is_gguf or (any(source.glob("*.gguf")) and not is_file(source / "config.json")):
-        from ed_models.checkpoints.gguf.directory import file_in, read_gguf_config
+    file = find_model_gguf(source)
+    if file is not None:
+        from ed_models.checkpoints.gguf.directory import read_gguf_config
 
-        file = source if is_gguf else file_in(source)
         # The loader reads the weights of each format as float32.
-        return None if file is None else {**read_gguf_config(file), "dtype": "float32"}
-    if any(source.glob("vocabulary.*")):
+        return {**read_gguf_config(file), "dtype": "float32"}
+    if is_folder(source) and any(source.glob("vocabulary.*")):
         from ed_models.checkpoints.ctranslate2_folder import (
             is_ctranslate2_folder,
             read_ctranslate2_config,

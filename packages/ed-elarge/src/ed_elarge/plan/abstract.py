@@ -15,8 +15,13 @@ from ed_infra import registry
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.sharding import placement
 from ed_infra.sharding.mesh import Device, create_mesh, split_mesh
+from ed_infra.specs import KEPT_CODES
 from ed_layers.depth.stack import Stack
+from ed_layers.quantization.formats import FORMATS
+from ed_layers.quantization.model import QuantizationRules, quantized_matrices
 from ed_models.checkpoints import hub
+from ed_models.checkpoints.loading import prepare_module
+from ed_models.checkpoints.pickled_files import open_tensors
 from flax import nnx
 
 from ed_elarge.config.run_config import RunConfig
@@ -48,16 +53,17 @@ def abstract_model(
     if devices is not None or serves:
         config.set_model_mesh(_create_mesh(config, devices, run if serves else None))
     module = registry.get_module(run.task, config.model_type)
+    rules = None
+    if not is_base:
+        config, rules = _find_weight_rules(run, module, config)
     loader = run.loader
     precision = None if loader.precision in (None, "default") else loader.precision
 
     def build() -> Any:
         model = module(config, loader.dtype, loader.param_dtype, precision, rngs=nnx.Rngs(0))
-        section, weights = run.adapters, run.weight_format
-        if weights is not None and not weights.simulate and not is_base:
-            from ed_elarge.building.parts import build_weight_format
-
-            model = model.quantize(build_weight_format(weights))
+        section = run.adapters
+        if rules is not None:
+            model = model.quantize(rules)
         if section is None or is_base or serves:
             return model
         from ed_infra.specs import LoraSpec
@@ -73,6 +79,44 @@ def abstract_model(
             for path, variable in nnx.to_flat_state(state)
         ]
         return nnx.merge(graphdef, nnx.from_flat_state(flat))
+
+
+def _find_weight_rules(
+    run: RunConfig, module: type, config: EasyDeLBaseConfig
+) -> tuple[EasyDeLBaseConfig, QuantizationRules | None]:
+    """Return the configuration of the model, and the rules of its quantized matrices or None."""
+    from ed_elarge.building.parts import build_weight_format
+
+    weights = run.weight_format
+    if weights is None or weights.simulate:
+        return config, None
+    rules = build_weight_format(weights)
+    if rules.dtype not in KEPT_CODES:
+        return config, rules
+    assert run.model is not None, "a plan has a model"
+    files = open_tensors(hub.resolve(str(run.model.name_or_path)))
+    checked = prepare_module(module, config, files, quantization=rules)
+    return checked.config, checked.rules
+
+
+def find_stored_codes(run: RunConfig, vocab_size: int | None) -> dict[str, tuple[float, int, int]]:
+    """Return the matrices whose codes of a GGUF file a run keeps.
+
+    Returns:
+        canonical name -> bytes of a code, bytes of the scale and the zero of a group, and codes of
+        a group; empty if the run keeps no codes.
+    """
+    weights = run.weight_format
+    if weights is None or weights.quantization_method not in KEPT_CODES:
+        return {}
+    model = abstract_model(run, vocab_size, serves=True)
+    stored_codes: dict[str, tuple[float, int, int]] = {}
+    for names, matrix in quantized_matrices(model):
+        code_bytes = matrix.codes.dtype.itemsize / FORMATS[matrix.format].in_byte
+        group_arrays = jax.tree.leaves((matrix.scale, matrix.zero))
+        group_bytes = sum(one.dtype.itemsize for one in group_arrays)
+        stored_codes |= dict.fromkeys(names, (code_bytes, group_bytes, matrix.group_size))
+    return stored_codes
 
 
 def _default_layout(run: RunConfig, devices: Sequence[Device] | None) -> dict[str, bool]:

@@ -24,17 +24,19 @@ def shapes(run: RunConfig, request: ShapeRequest) -> dict[str, Any]:
     """Return the tensors of the model class, with the number of layers of each."""
     from ed_layers.cache.spec import LayerCacheSpec
 
-    from ed_elarge.plan.abstract import abstract_model, tensors
+    from ed_elarge.plan.abstract import abstract_model, find_stored_codes, tensors
 
     model = abstract_model(run, request["vocab"], is_base=True)
+    stored_codes = find_stored_codes(run, request["vocab"])
     merged: dict[tuple[Any, ...], dict[str, Any]] = {}
     for one in tensors(model):
-        names = one["names"]
-        name = re.sub(r"(?<=\.)\d+(?=\.)", "*", names[0])
         dtype = "" if one["dtype"] == str(model.param_dtype) else one["dtype"]
-        key = (name, tuple(one["shape"]), dtype)
-        row = {"name": name, "shape": one["shape"], "axes": one["axes"], "dtype": dtype}
-        merged.setdefault(key, {**row, "layers": 0})["layers"] += len(names)
+        for full_name in one["names"]:  # the layers of a stack can have different codes
+            name = re.sub(r"(?<=\.)\d+(?=\.)", "*", full_name)
+            codes = stored_codes.get(full_name)
+            row = {"name": name, "shape": one["shape"], "axes": one["axes"], "dtype": dtype}
+            key = (name, tuple(one["shape"]), dtype, codes)
+            merged.setdefault(key, {**row, "codes": codes, "layers": 0})["layers"] += 1
     caches = []
     for specs in model.cache_specs():
         for spec in specs if isinstance(specs, tuple) else (specs,):

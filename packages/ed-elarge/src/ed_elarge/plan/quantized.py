@@ -8,27 +8,20 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import NamedTuple
+
+from ed_infra.specs import KEPT_CODES
 
 from ed_elarge.plan.mesh import PlanMesh
-from ed_elarge.plan.tensors import DTYPE_SIZES, PlanTensor
+from ed_elarge.plan.tensors import DTYPE_SIZES, CodeStorage, PlanTensor
 
-
-class _Storage(NamedTuple):
-    """The storage of a format: bytes of a code and of a scale, and the default size of a group."""
-
-    code: float
-    scale: int
-    group: int | None
-
-
+#: Format -> its storage, with the default size of a group.
 _STORAGES = {
-    "nf4": _Storage(0.5, 4, 64),
-    "int8": _Storage(1, 4, None),
-    "int4": _Storage(0.5, 3, 64),  # a float16 scale, and a zero of a byte
-    "fp8": _Storage(1, 4, None),
-    "mxfp8": _Storage(1, 1, 32),
-    "mxfp4": _Storage(0.5, 1, 32),
+    "nf4": CodeStorage(0.5, 4, 64),
+    "int8": CodeStorage(1, 4, None),
+    "int4": CodeStorage(0.5, 3, 64),  # a float16 scale, and a zero of a byte
+    "fp8": CodeStorage(1, 4, None),
+    "mxfp8": CodeStorage(1, 1, 32),
+    "mxfp4": CodeStorage(0.5, 1, 32),
 }
 _STORAGES |= {"w8a8": _STORAGES["int8"], "w4a8": _STORAGES["int4"]}
 #: Scales that share a scale in double quantization, and bytes of a float32 number.
@@ -40,7 +33,8 @@ class PlannedCodes:
     """The format of the quantized weights of a model.
 
     Attributes:
-        dtype: name of the format.
+        dtype: name of the format. `gguf` and `gguf_a8` keep the codes of a file, whose storage is
+            that of each tensor.
         group_size: values that share a scale; None = the default of the format.
         double: whether the scales are quantized, too.
         pattern: regular expression over the names of layers.
@@ -53,6 +47,8 @@ class PlannedCodes:
 
     def selects(self, tensor: PlanTensor) -> bool:
         """Return whether a parameter is a matrix that the format stores."""
+        if self.dtype in KEPT_CODES:
+            return tensor.codes is not None
         layer, _, last = tensor.name.replace("*", "0").rpartition(".")
         is_matrix = len(tensor.shape) == 2 or tensor.axes[:1] == ("expert",)
         if tensor.adapter or tensor.dtype or not is_matrix or layer.endswith(".gate"):
@@ -61,7 +57,7 @@ class PlannedCodes:
 
     def count_bytes(self, tensor: PlanTensor, mesh: PlanMesh) -> int:
         """Return the bytes of codes and scales on one device."""
-        storage = _STORAGES[self.dtype]
+        storage = tensor.codes or _STORAGES[self.dtype]
         *lead, inputs, outputs = tensor.shape
         axes = mesh.parameter(tensor)
         axes = (*axes, *(None for _ in range(len(tensor.shape) - len(axes))))
@@ -84,7 +80,7 @@ class PlannedCodes:
         outer = group_rows * (blocks // ways if blocks % ways == 0 else blocks)
         return codes + copies * (group_rows * columns + _FLOAT * (outer + 1))
 
-    def _get_group_size(self, inputs: int, storage: _Storage) -> int:
+    def _get_group_size(self, inputs: int, storage: CodeStorage) -> int:
         if self.group_size is not None:
             return self.group_size
         if storage.group is None:

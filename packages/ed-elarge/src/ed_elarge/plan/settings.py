@@ -7,7 +7,7 @@ from typing import Any
 
 from ed_esurge.config import EngineConfig
 from ed_infra.errors import ConfigError
-from ed_infra.specs import KEPT_CODES, EasyDeLQuantizationConfig
+from ed_infra.specs import EasyDeLQuantizationConfig
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.groups import GRPOArguments
 
@@ -236,7 +236,7 @@ def plan_codes(run: RunConfig) -> PlannedCodes | None:
     """Return the format of the weights that a run quantizes, or None.
 
     Raises:
-        ConfigError: the format keeps the codes of a file, or weights are trained in a format.
+        ConfigError: weights are trained in a format.
     """
     section = run.weight_format
     if section is None:
@@ -252,9 +252,4 @@ def plan_codes(run: RunConfig) -> PlannedCodes | None:
     if section.pattern is not None:
         keys["pattern"] = section.pattern
     spec = EasyDeLQuantizationConfig(section.quantization_method, **keys)
-    if spec.dtype in KEPT_CODES:
-        raise ConfigError(
-            f"elarge plan does not read the codes of a GGUF file, and quantization_method is "
-            f"{spec.dtype}: plan with nf4, int4 or int8 instead, whose codes have 4 or 8 bits"
-        )
     return PlannedCodes(spec.dtype, spec.group_size, spec.double_quantization, spec.pattern)

@@ -12,10 +12,13 @@ from typing import Any
 
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError, describe_missing_path
+from ed_infra.specs import KEPT_CODES
 
+from ed_elarge.config.checkpoint_tasks import find_model_gguf
+from ed_elarge.config.local_paths import expand_path
 from ed_elarge.config.run_config import RunConfig
 from ed_elarge.plan import child
-from ed_elarge.plan.tensors import CacheShape, ModelShapes, PlanTensor
+from ed_elarge.plan.tensors import CacheShape, CodeStorage, ModelShapes, PlanTensor
 
 
 def get_shapes(run: RunConfig, *, time_limit: float = 120.0) -> ModelShapes:
@@ -91,7 +94,8 @@ def vocabulary(run: RunConfig) -> int:
 
 def _load_shapes(run: RunConfig, config: Mapping[str, Any], time_limit: float) -> dict[str, Any]:
     """Return the answer of a child process, or the same answer from the cache of earlier plans."""
-    text = json.dumps([version("ed-models"), config], sort_keys=True, default=str)
+    facts = [version("ed-models"), config, _identify_codes(run)]
+    text = json.dumps(facts, sort_keys=True, default=str)
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = hashlib.sha256(text.encode()).hexdigest()[:24]
     file = home / "easydel" / "shapes" / f"{config['model_type']}-{name}.json"
@@ -116,7 +120,30 @@ def _load_shapes(run: RunConfig, config: Mapping[str, Any], time_limit: float) -
     return child_response
 
 
+def _identify_codes(run: RunConfig) -> list[object] | None:
+    """Return what changes if the file changes whose codes a run keeps; None = none are kept.
+
+    Raises:
+        ConfigError: the model is no GGUF file.
+    """
+    section = run.weight_format
+    if section is None or section.quantization_method not in KEPT_CODES:
+        return None
+    name = None if run.model is None else run.model.name_or_path
+    method = section.quantization_method
+    file = None if name is None else find_model_gguf(expand_path(name))
+    if file is None:
+        raise ConfigError(
+            f"quantization_method: {method} keeps the codes of a GGUF file, and the model "
+            f"{name or 'of model.config'} is none: name a file that ends with .gguf, or select "
+            "another format"
+        )
+    status = file.stat()
+    return [method, section.pattern, str(file), status.st_size, status.st_mtime_ns]
+
+
 def _tensor(one: Mapping[str, Any]) -> PlanTensor:
     shape = tuple(one["shape"])
     axes = tuple(one["axes"]) if one["axes"] is not None else (None,) * len(shape)
-    return PlanTensor(one["name"], shape, axes, one["layers"], one["dtype"])
+    codes = None if one["codes"] is None else CodeStorage(*one["codes"])
+    return PlanTensor(one["name"], shape, axes, one["layers"], one["dtype"], codes=codes)

@@ -27,6 +27,21 @@ DTYPE_SIZES: dict[str, int] = {
 
 
 @dataclass(frozen=True)
+class CodeStorage:
+    """The storage of a quantized matrix.
+
+    Attributes:
+        code: bytes of a code.
+        scale: bytes of the scale and of the zero of a group.
+        group: codes that share a scale; None = all of a column.
+    """
+
+    code: float
+    scale: int
+    group: int | None
+
+
+@dataclass(frozen=True)
 class PlanTensor:
     """A parameter that `layers` layers have.
 
@@ -37,6 +52,7 @@ class PlanTensor:
         layers: number of layers with this parameter.
         dtype: dtype of the storage; empty = the parameter dtype of the run.
         adapter: whether it is part of a LoRA adapter.
+        codes: storage of the codes of a file that the run keeps; None = no codes are kept.
     """
 
     name: str
@@ -45,6 +61,7 @@ class PlanTensor:
     layers: int = 1
     dtype: str = ""
     adapter: bool = False
+    codes: CodeStorage | None = None
 
     @property
     def size(self) -> int:

@@ -75,6 +75,7 @@ class CheckedFiles(NamedTuple):
         config: the configuration of the module, which may differ from that of the files.
         is_stored: whether the files contain quantized matrices of this project.
         carried: the further content of the files, which saving copies.
+        rules: rules by which the matrices of the module are quantized; None = none are.
     """
 
     draft: Draft
@@ -82,6 +83,7 @@ class CheckedFiles(NamedTuple):
     files: TensorFiles
     is_stored: bool
     carried: CarriedTensors | None
+    rules: QuantizationRules | None = None
 
 
 def load_module(
@@ -135,7 +137,7 @@ def load_module(
     chosen_dtype = dtype if param_dtype is None else param_dtype
     param_dtype = jnp.dtype(floating_dtype("param_dtype", chosen_dtype))
 
-    draft, config, files, is_stored, carried = prepare_module(
+    draft, config, files, is_stored, carried, _ = prepare_module(
         cls, config, files, dtype, param_dtype, precision=precision, quantization=quantization
     )
     graphdef, state, weights = draft
@@ -276,7 +278,7 @@ def prepare_module(
             files,
             model_draft.weights,
         )
-    return CheckedFiles(model_draft, config, files, stored is not None, carried)
+    return CheckedFiles(model_draft, config, files, stored is not None, carried, rules)
 
 
 def _structure(
