@@ -72,11 +72,13 @@ GEMMA3 = Multimodal("gemma3", "gemma3_text", "both kinds of layers", SIGLIP)
 GEMMA4 = Multimodal("gemma4", "gemma4_text", "shared keys, inputs of layers", GEMMA4_TOWER)
 GEMMA4_WITHOUT_TOWER = Multimodal("gemma4", "gemma4_text", "experts, values that are keys", None)
 MISTRAL3 = Multimodal("mistral3", "mistral", "window", PIXTRAL)
+QWEN3_5 = Multimodal("qwen3_5", "qwen3_5_text", "sections, biases, tied", QWEN_TOWER)
 QWEN3_5_MOE = Multimodal("qwen3_5_moe", "qwen3_5_moe_text", "two of four, biases", QWEN_TOWER)
 #: Models that every run tests; the others are nightly.
 MODELS = (GEMMA3, MISTRAL3)
 OTHER_MODELS = (
     GEMMA4,
+    QWEN3_5,
     QWEN3_5_MOE,
     Multimodal("deepseek_vl", "llama", "tied", SIGLIP),
     Multimodal("exaone4_5", "exaone4", "windows", QWEN_TOWER),
@@ -89,7 +91,6 @@ OTHER_MODELS = (
     Multimodal("lighton_ocr", "qwen3", "own head size, biases", PIXTRAL),
     Multimodal("llama4", "llama4_text", "dense layers, two experts", LLAMA4_TOWER),
     Multimodal("mistral3", "ministral3", "yarn, scaled queries", PIXTRAL),
-    Multimodal("qwen3_5", "qwen3_5_text", "sections, biases, tied", QWEN_TOWER),
     Multimodal("smolvlm", "llama", "biases, llama3 rope", TOWER),
 )
 

@@ -18,9 +18,9 @@ deepseek_v3 exaone exaone4 falcon falcon_h1 falcon_mamba gemma gemma2 gemma3 gem
 gemma4_text glm glm4 glm4_moe glm4_moe_lite glm4v glm4v_text glm_moe_dsa gpt2 gpt_neox gpt_oss
 gptj grok-1 internlm2 kimi_linear llama llama4 llama4_text llava mamba mamba2 minimax mistral
 mistral3 mixtral mpt olmo olmo2 olmo3 openelm opt phi phi3 phimoe pixtral qwen2 qwen2_moe
-qwen2_vl qwen2_vl_text qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen3_vl
-qwen3_vl_moe qwen3_vl_moe_text qwen3_vl_text roberta rwkv seed_oss siglip siglip_text_model
-siglip_vision_model smollm3 stablelm whisper
+qwen2_vl qwen2_vl_text qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe
+qwen3_next qwen3_vl qwen3_vl_moe qwen3_vl_moe_text qwen3_vl_text roberta rwkv seed_oss siglip
+siglip_text_model siglip_vision_model smollm3 stablelm whisper
 """
 SAME_TYPES = tuple(_SAME.split())
 
@@ -35,16 +35,10 @@ _INSTEAD = {
         "glm4v_vision": "glm4v",
         "llama4_vision_model": "llama4",
         "qwen2_vl_vision": "qwen2_vl",
+        "qwen3_5_vision": "qwen3_5",
+        "qwen3_5_moe_vision": "qwen3_5_moe",
         "qwen3_vl_vision": "qwen3_vl",
         "qwen3_vl_moe_vision": "qwen3_vl_moe",
-    },
-    "`{}`: the text half is loaded from such a folder, and images are not read": {
-        "qwen3_5": "qwen3_5_text",
-        "qwen3_5_moe": "qwen3_5_moe_text",
-    },
-    "not here: `{}` is the text model": {
-        "qwen3_5_vision": "qwen3_5_text",
-        "qwen3_5_moe_vision": "qwen3_5_moe_text",
     },
     "`{}`: use the checkpoint `MiniMax-Text-01-hf`, which has this type": {
         "MiniMaxText01": "minimax",

@@ -15,13 +15,21 @@ from ed_elarge.certify.outcome import Failed
 from ed_elarge.certify.subject import CertifiedModel
 from ed_infra.specs import LoraSpec
 from ed_infra.testing import require_torch
-from ed_models import AutoEasyDeLModelForCausalLM
+from ed_models import AutoEasyDeLModelForCausalLM, AutoEasyDeLModelForImageTextToText
 from ed_models.checkpoints.tensor_files import TensorFiles
 from ed_trainers import SFTArguments, SFTTrainer
 from ed_trainers.convert import convert
 from safetensors.numpy import load_file, save_file
 
-from tests.multimodal_models import GEMMA3, MODELS, OTHER_MODELS, Multimodal, torch_model
+from tests.multimodal_models import (
+    GEMMA3,
+    MODELS,
+    OTHER_MODELS,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    Multimodal,
+    torch_model,
+)
 
 ONE = (1, 1, 1, 1, 1)
 MTP = "mtp.layers.0.input_layernorm.weight"
@@ -52,11 +60,20 @@ def save_checkpoint(model: Multimodal, directory: Path) -> Any:
     return theirs
 
 
-def train(directory: Path, run: Path, *, adapters: bool = True) -> None:
-    """Train the language model of a checkpoint for one step on text."""
-    model: Any = AutoEasyDeLModelForCausalLM.from_pretrained(directory, sharding_axis_dims=ONE)
+def train(directory: Path, run: Path, *, adapters: bool = True, whole: bool = False) -> None:
+    """Train the language model of a checkpoint for one step on text.
+
+    Args:
+        directory, run: folders of the checkpoint and of the run.
+        adapters: whether adapters are trained, instead of all tensors of the language model.
+        whole: whether the model is loaded with its vision tower, whose tensors have no adapters.
+    """
+    auto: Any = AutoEasyDeLModelForImageTextToText if whole else AutoEasyDeLModelForCausalLM
+    model = auto.from_pretrained(directory, sharding_axis_dims=ONE)
     if adapters:
-        model = model.apply_lora(LoraSpec(rank=2))
+        model = model.apply_lora(
+            LoraSpec(rank=2, targets="language_model.layers" if whole else None)
+        )
     arguments = SFTArguments(
         save_directory=str(run),
         total_batch_size=8,
@@ -68,18 +85,21 @@ def train(directory: Path, run: Path, *, adapters: bool = True) -> None:
     SFTTrainer(arguments, model=model, train_dataset=Rows()).train()
 
 
-CASES = [pytest.param(model, id=str(model)) for model in (*MODELS, *OTHER_MODELS)]
+CASES = [
+    *(pytest.param(model, False, id=str(model)) for model in (*MODELS, *OTHER_MODELS)),
+    *(pytest.param(model, True, id=f"{model}, with tower") for model in (QWEN3_5, QWEN3_5_MOE)),
+]
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("model", CASES)
+@pytest.mark.parametrize(("model", "whole"), CASES)
 def test_text_fine_tune_of_a_multimodal_checkpoint_is_a_whole_checkpoint_of_transformers(
-    model: Multimodal, tmp_path: Path
+    model: Multimodal, whole: bool, tmp_path: Path
 ) -> None:
     torch = require_torch()
     base = tmp_path / "base"
     theirs = save_checkpoint(model, base)
-    train(base, tmp_path / "run")
+    train(base, tmp_path / "run", whole=whole)
     trained = tmp_path / "run/model"
     files, saved = TensorFiles.open(base), TensorFiles.open(trained)
     assert saved.keys() == files.keys()
@@ -87,14 +107,16 @@ def test_text_fine_tune_of_a_multimodal_checkpoint_is_a_whole_checkpoint_of_tran
     equal = {n for n in files if np.array_equal(files.read_bytes(n), saved.read_bytes(n))}
     assert MTP in equal and len(equal) < len(files)
     assert all("language_model" in n or "text_model" in n for n in files.keys() - equal)
-    whole, info = type(theirs).from_pretrained(trained, output_loading_info=True)
+    reloaded, info = type(theirs).from_pretrained(trained, output_loading_info=True)
     assert not info["missing_keys"] and {*info["unexpected_keys"]} <= {MTP}
-    before, after = theirs.state_dict(), whole.state_dict()
+    before, after = theirs.state_dict(), reloaded.state_dict()
     changed = {n for n in before if not torch.equal(before[n], after[n])}
     assert changed and all("language_model" in n or "text_model" in n for n in changed)
     configs = [json.loads((d / "config.json").read_text()) for d in (base, trained)]
     for config in configs:
         del config["text_config"]
+        for part in (config, config.get("vision_config") or {}):
+            part.pop("easydel", None)  # the mesh of the run
     assert configs[0] == configs[1]
     subject = CertifiedModel(tmp_path / "run", base)
     assert untouched_tensors_are_equal(subject).status == "passed"

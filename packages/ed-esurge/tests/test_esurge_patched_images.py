@@ -22,6 +22,8 @@ TEXT = {
     "pad_token_id": 0,
     "initializer_range": 0.2,
 }
+#: Rotary positions of models of which half or a quarter of each head turns by default.
+WHOLE_HEAD = {**TEXT["rope_parameters"], "partial_rotary_factor": 1.0}
 VISION = {
     "depth": 2,
     "embed_dim": 24,
@@ -32,6 +34,16 @@ VISION = {
     "initializer_range": 0.5,
 }
 IMAGE, MERGE, NUMBERS = 156, 2, 12
+#: A layer with a recurrent state, and one with pages.
+HYBRID = {
+    "head_dim": 8,
+    "rope_parameters": WHOLE_HEAD,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +148,8 @@ def test_equal_text_with_another_image_shares_no_page_of_the_image(qwen, engine)
         ("qwen3_vl", {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}),
         ("qwen3_vl_moe", {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}),
         ("glm4v", {"image_size": 8}),
+        ("qwen3_5", {"num_position_embeddings": 16}),
+        ("qwen3_5_moe", {"num_position_embeddings": 16}),
     ],
 )
 def test_families_with_windows_and_further_features_produce_tokens_of_generate(model_type, vision):
@@ -150,6 +164,8 @@ def test_families_with_windows_and_further_features_produce_tokens_of_generate(m
     further = {
         "qwen3_vl": {"head_dim": 8},
         "qwen3_vl_moe": {"head_dim": 8, **experts},
+        "qwen3_5": HYBRID,
+        "qwen3_5_moe": {**HYBRID, **experts, "shared_expert_intermediate_size": 16},
     }
     text = {**TEXT, **further.get(model_type, {})}
     config = registry.get_config(model_type)(
@@ -164,6 +180,37 @@ def test_families_with_windows_and_further_features_produce_tokens_of_generate(m
     assert answers(engine_of(model), cases) == wanted
     changed = prompt(1, (2, 3, 4), (20, 2, 5), names=(70, 71))
     assert expected(model, *changed[:2]) != wanted[0], "the images have no effect"
+
+
+@pytest.mark.nightly
+def test_saved_state_of_a_hybrid_model_is_not_used_after_another_image(monkeypatch):
+    from ed_esurge.engine import setup
+    from ed_models.families.qwen3_5_text import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    monkeypatch.setattr(setup, "STATE_SPACING", 8)
+    monkeypatch.setattr(setup, "STATE_INTERVAL", 8)
+    tower = {name: x for name, x in VISION.items() if name != "embed_dim"}
+    sizes = {"hidden_size": 24, "intermediate_size": 40, "out_hidden_size": 32}
+    config = Qwen3_5Config(
+        text_config={**TEXT, **HYBRID},
+        vision_config={**tower, **sizes, "num_position_embeddings": 16},
+        image_token_id=IMAGE,
+        sharding_axis_dims=(1, 1, 1, 1, 1),
+    )
+    model = Qwen3_5ForConditionalGeneration.create(config, seed=3)
+    engine = engine_of(model, num_states=6)
+    case, other = prompt(5, (8, 3, 4)), prompt(5, (8, 3, 4), names=(77,))
+    cached = []
+    for ids, arrays, items in (case, case, other, case):
+        engine.add_request("a", ids, GREEDY, encoder_inputs=items)
+        tokens = []
+        while engine.has_unfinished_requests:
+            for out in engine.step():
+                tokens += out.outputs[0].token_ids
+                hits = out.metrics.num_cached_tokens
+        assert tokens == expected(model, ids, arrays)
+        cached.append(hits)
+    assert cached[0] == 0 and cached[1] > 20 and cached[2] <= 8 and cached[3] > 20
 
 
 @pytest.mark.nightly

@@ -143,7 +143,6 @@ COUNTERPARTS: dict[str, str] = {
 }
 
 _GLM = "GLM-4.5V is not implemented; Glm4vForConditionalGeneration and Glm4MoeForCausalLM are"
-_QWEN3_5 = "the model with images is not implemented; the text model is {text}"
 _OMNI = "Qwen3-Omni is not implemented; for sound and text use Qwen2AudioForConditionalGeneration"
 _XERXES = "a model of EasyDeL's author without published weights; no other library has the family"
 _DIFFUSION = "language models that denoise text are not implemented"
@@ -186,15 +185,6 @@ ABSENT: dict[str, str] = {
     **_same(
         "KimiVLConfig KimiVLForConditionalGeneration MoonViTConfig modules.kimi_vl",
         "use KimiK25ForConditionalGeneration; Kimi-VL is not implemented",
-    ),
-    **_same(
-        "Qwen3_5Config Qwen3_5ForConditionalGeneration Qwen3_5Model Qwen3_5VisionConfig",
-        _QWEN3_5.format(text="Qwen3_5ForCausalLM"),
-    ),
-    **_same(
-        "Qwen3_5MoeConfig Qwen3_5MoeForConditionalGeneration Qwen3_5MoeModel "
-        "Qwen3_5MoeVisionConfig",
-        _QWEN3_5.format(text="Qwen3_5MoeForCausalLM"),
     ),
     **_same(
         "Qwen3OmniMoeAudioConfig Qwen3OmniMoeAudioEncoder Qwen3OmniMoeAudioEncoderConfig "

@@ -6,7 +6,7 @@ Legend: b batch, s sequence, n sequences of a serving step, r rotary dimension.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
@@ -151,6 +151,23 @@ def rope_settings(config: EasyDeLBaseConfig) -> dict[str, RopeSettings]:
     if nested:
         return {kind: rope.settings(config, layer_type=kind) for kind in nested}
     return {ALL_LAYERS: rope.settings(config)}
+
+
+def alternate_axes(
+    settings: Mapping[str, RopeSettings], sections: Sequence[int]
+) -> dict[str, RopeSettings]:
+    """Return rotary settings in which the axes of images alternate.
+
+    Args:
+        settings: rotary settings by kind of layer.
+        sections: numbers of frequencies of time, height and width, for a configuration without
+            them.
+    """
+    default, alternating = {"mrope_section": [*sections]}, {"mrope_interleaved": True}
+    return {
+        kind: replace(one, parameters={**default, **one.parameters, **alternating})
+        for kind, one in settings.items()
+    }
 
 
 def _tables(

@@ -3,19 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from ed_infra.rope.frequencies import RopeSettings
 from ed_layers.attention.blocks.self_attention import SelfAttention
 from ed_layers.attention.blocks.settings import QKNorm
 from ed_layers.parts import Parts
 from ed_layers.recurrence.delta import GatedDelta
 from flax import nnx
 
+from ed_models.body.context import alternate_axes
 from ed_models.body.decoder import Decoder
 from ed_models.body.layers import DecoderLayer, FeedForward
-from ed_models.weights.rules import STANDARD, Rule, carry, fused, permute, renamed, split
+from ed_models.weights.rules import EXPERTS, STANDARD, Rule, carry, fused, permute, renamed, split
 
 #: Qwen3-Next and Qwen3.5: one convolution for queries, keys and values of the delta rule; in the
 #: query projection of attention each head is followed by its gate.
@@ -27,7 +29,9 @@ GATED_DELTA = renamed(
         split(0, permute(2, 1, 0)),
     ),
     *fused(
-        ("self_attn.q_proj", "self_attn.g_proj"), "self_attn.q_proj", groups="num_attention_heads"
+        ("self_attn.q_proj", "self_attn.g_proj"),
+        "self_attn.q_proj",
+        groups=lambda config: config.get_text_config().num_attention_heads,
     ),
     *STANDARD,
     carry("mtp.{path}"),
@@ -38,8 +42,9 @@ SPLIT_DELTA = renamed(
     {f"linear_attn.{ours}_proj": f"linear_attn.in_proj_{hf}" for ours, hf in ("gz", "bb", "aa")},
     *fused(tuple(f"linear_attn.{name}_proj" for name in "qkv"), "linear_attn.in_proj_qkv"),
     *GATED_DELTA,
-    carry("model.visual.{path}"),
 )
+#: The same with experts, of which one is shared.
+SPLIT_DELTA_EXPERTS = renamed({"shared_experts": "shared_expert"}, EXPERTS, *SPLIT_DELTA)
 
 
 def delta_mixer(parts: Parts, **form: Any) -> GatedDelta:
@@ -89,3 +94,10 @@ class GatedHybrid(Decoder):
     def build_norm(parts: Parts) -> Callable[..., nnx.Module]:
         """Makes the family's norm."""
         return partial(parts.norm, offset=1.0, scale_first=True)
+
+
+class AxialHybrid(GatedHybrid):
+    """The body of Qwen3.5: positions may have the axes of images, which alternate."""
+
+    def rope_settings(self) -> Mapping[str, RopeSettings]:
+        return alternate_axes(super().rope_settings(), (11, 11, 10))

@@ -283,7 +283,8 @@ class PlainPatchLayer(PatchLayer):
 
 
 def deep_tower(parts: Parts) -> PatchTower:
-    """Create the tower of Qwen3-VL: learned positions, and features of several layers."""
+    """Create the tower of Qwen3-VL: learned positions, and features of several layers. That of
+    Qwen3.5 has the features of the last layer only."""
     config = parts.config
     return PatchTower(
         replace(parts, norm_of_family=partial(parts.layer_norm, eps=1e-6)),
@@ -292,5 +293,5 @@ def deep_tower(parts: Parts) -> PatchTower:
         features=config.out_hidden_size,
         bias=True,
         positions=isqrt(config.num_position_embeddings),
-        deep=config.deepstack_visual_indexes,
+        deep=getattr(config, "deepstack_visual_indexes", ()),
     )

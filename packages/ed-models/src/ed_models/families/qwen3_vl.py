@@ -9,8 +9,6 @@ Numbers follow Hugging Face's `modeling_qwen3_vl.py`; parameter names are its na
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
@@ -20,6 +18,7 @@ from ed_layers.attention.blocks.settings import QKNorm
 from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 
+from ed_models.body.context import alternate_axes
 from ed_models.body.decoder import Decoder
 from ed_models.body.image_text import PatchedImageTextModel
 from ed_models.body.layers import AddingLayer
@@ -67,12 +66,7 @@ class Qwen3VLTextModel(Decoder):
     layer_class = Qwen3VLTextDecoderLayer
 
     def rope_settings(self):
-        # The sections of a configuration without them, as in transformers.
-        sections, alternating = {"mrope_section": [24, 20, 20]}, {"mrope_interleaved": True}
-        return {
-            kind: replace(settings, parameters={**sections, **settings.parameters, **alternating})
-            for kind, settings in super().rope_settings().items()
-        }
+        return alternate_axes(super().rope_settings(), (24, 20, 20))
 
 
 @register_module(TaskType.CAUSAL_LM, config=Qwen3VLTextConfig, model_type="qwen3_vl_text")

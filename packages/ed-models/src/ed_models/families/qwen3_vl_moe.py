@@ -24,6 +24,7 @@ from ed_layers.moe.experts import Experts
 from ed_layers.moe.layer import Router, SparseMLP
 from ed_layers.parts import Parts
 
+from ed_models.body.context import alternate_axes
 from ed_models.body.decoder import Decoder
 from ed_models.body.experts import has_experts
 from ed_models.body.image_text import PatchedImageTextModel
@@ -119,12 +120,7 @@ class Qwen3VLMoeTextModel(Decoder):
         return [has_experts(config, i) for i in range(config.num_hidden_layers)]
 
     def rope_settings(self):
-        # The sections of a configuration without them, as in transformers.
-        sections, alternating = {"mrope_section": [24, 20, 20]}, {"mrope_interleaved": True}
-        return {
-            kind: replace(settings, parameters={**sections, **settings.parameters, **alternating})
-            for kind, settings in super().rope_settings().items()
-        }
+        return alternate_axes(super().rope_settings(), (24, 20, 20))
 
 
 @register_module(TaskType.CAUSAL_LM, config=Qwen3VLMoeTextConfig, model_type="qwen3_vl_moe_text")
