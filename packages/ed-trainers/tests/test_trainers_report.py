@@ -125,3 +125,21 @@ def test_report_of_a_branch_has_both_curves_and_the_changed_keys(tmp_path: Path)
     lines = json.loads(data[1])["charts"][0]["lines"]
     assert [line["label"] for line in lines] == ["parent training", "training", "evaluation"]
     assert lines[0]["points"][-1] == [2, 1.5, 4.25]
+
+
+@pytest.mark.parametrize(
+    ("steps", "low", "verdict"),
+    [(2, 4.4, "inside"), (2, 4.6, "outside"), (9, 4.4, "the run has not done all predicted steps")],
+)
+def test_report_grades_the_prediction_of_a_loss(
+    tmp_path: Path, steps: int, low: float, verdict: str
+) -> None:
+    run = a_run(tmp_path / "run")
+    rung = {"parameters": 1000, "tokens": 64, "flops": 1e6, "learning_rate": 0.1, "batch_size": 4}
+    loss = {"metric": "eval_loss", "share": 0.0, "value": 4.7, "low": low, "high": 5, "level": 0.9}
+    prediction = {"loss": loss, "target": {"steps": steps}, "rungs": [{**rung, "loss": 5.5}]}
+    (run / "prediction.json").write_text(json.dumps(prediction))
+    page = write_report(run).read_text()
+    assert f"<td>verdict</td><td>{verdict}</td>" in page
+    assert "<td>value of the run</td><td>4.5</td>" in page
+    assert "<td>error</td><td>-0.2</td>" in page

@@ -116,6 +116,7 @@ _COMMANDS = {
     "chat": serving.chat,
     "data": runs.data,
     "plan": plans.plan,
+    "ladder": plans.ladder,
     "forget": reruns.forget,
     "branch": reruns.branch,
     "launch": launches.launch,
