@@ -25,6 +25,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 
 from ed_elarge.config.normalize import normalize
 from ed_elarge.errors import Document
@@ -135,18 +136,23 @@ _SUMS = ("launches", "bytes", "flops", "seconds", "host_loops", "host_branches")
 _SUMS = (*_SUMS, "pool_copies", "pool_copied_bytes")
 
 
-def build_run(folder: Path, part: str) -> dict[str, object]:
+def build_run(
+    folder: Path, part: str, formats: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, object]:
     """Return the run file of a model that trains adapters ("train"), or serves ("serve").
 
     Args:
         folder: contains config.json, and no weights.
         part: "train" or "serve".
+        formats: formats of quantized weights ("model") and pages ("kv_cache").
     """
     run: dict[str, object] = {
         "model": {"name_or_path": str(folder), "tokenizer": str(folder)},
         "loader": {"dtype": "bf16", "param_dtype": "bf16"},
         "actions": [part],
     }
+    if formats:
+        run["quantization"] = {name: {"dtype": dtype} for name, dtype in formats.items()}
     if part == "serve":
         engine = {"max_num_seqs": SEQS, "max_model_len": LONGEST, "page_size": PAGE}
         return {**run, "esurge": engine}
@@ -160,13 +166,16 @@ def build_run(folder: Path, part: str) -> dict[str, object]:
     }
 
 
-def measure(name: str, steps: Sequence[str], changes: Mapping[str, object]) -> dict[str, Counts]:
+def measure(
+    name: str, steps: Sequence[str], changes: Mapping[str, object], formats: Mapping[str, str]
+) -> dict[str, Counts]:
     """Compile the steps of a model in this process, and return their counts by name.
 
     Args:
         name: key of `MODELS`.
         steps: some of `STEPS`.
         changes: changed fields of the configuration.
+        formats: see `build_run`.
     """
     sys.path += find_cuda_packages()
     from ed_elarge.plan.programs import compile_steps
@@ -189,7 +198,7 @@ def measure(name: str, steps: Sequence[str], changes: Mapping[str, object]) -> d
             continue
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(stored), "utf-8")
-            run = normalize(Document(f"{name}.yaml", value=build_run(Path(folder), part)))
+            run = normalize(Document(f"{name}.yaml", value=build_run(Path(folder), part, formats)))
             programs = compile_steps(run, {**request, "parts": [part], "steps": part_steps})
         for one in programs:
             step = counts.setdefault(one["step"], dict.fromkeys(_SUMS, 0.0))
@@ -203,12 +212,16 @@ def measure(name: str, steps: Sequence[str], changes: Mapping[str, object]) -> d
 
 
 def measure_in_child(
-    name: str, steps: Sequence[str], minutes: float, changes: Mapping[str, object] | None = None
+    name: str,
+    steps: Sequence[str],
+    minutes: float,
+    changes: Mapping[str, object] | None = None,
+    formats: Mapping[str, str] | None = None,
 ) -> dict[str, Counts]:
     """Measure a model in another process, whose compiler sees only a described GPU.
 
     Args:
-        name, steps, changes: see `measure`.
+        name, steps, changes, formats: see `measure`.
         minutes: time limit.
     """
     environment = {
@@ -222,6 +235,7 @@ def measure_in_child(
         result = Path(folder) / "counts.json"
         words = ["-m", "tools.bench.gpu_programs", "child", name, "--output", str(result)]
         words += ["--changes", json.dumps(changes or {}), "--steps", *steps]
+        words += ["--formats", json.dumps(formats or {})]
         subprocess.run(
             [sys.executable, *words], env=environment, cwd=ROOT, check=True, timeout=60 * minutes
         )
@@ -275,18 +289,25 @@ def main() -> None:
     parser.add_argument("--label", choices=("before", "after"), default="after")
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS))
     parser.add_argument("--changes", type=json.loads, default={}, help="fields of the config: JSON")
+    parser.add_argument(
+        "--formats", type=json.loads, default={}, help="of weights and pages: JSON, see build_run"
+    )
     parser.add_argument("--minutes", type=float, default=10.0, help="for one model")
     parser.add_argument("--output", type=Path, help="of child: the file of the counts")
     arguments = parser.parse_args()
     if arguments.command == "child":
-        counts = measure(arguments.names[0], arguments.steps, arguments.changes)
+        options = arguments.steps, arguments.changes, arguments.formats
+        counts = measure(arguments.names[0], *options)
         arguments.output.write_text(json.dumps(counts), "utf-8")
         return
     for name in (arguments.names or MODELS) if arguments.command == "measure" else ():
         start = time.perf_counter()
-        counts = measure_in_child(name, arguments.steps, arguments.minutes, arguments.changes)
-        results, layers = read_results(), arguments.changes.get("num_hidden_layers")
+        changes, formats = arguments.changes, arguments.formats
+        counts = measure_in_child(name, arguments.steps, arguments.minutes, changes, formats)
+        results, layers = read_results(), changes.get("num_hidden_layers")
         title = name if layers is None else f"{name}, {layers} layers"
+        names = {"model": "weights", "kv_cache": "pages"}
+        title += "".join(f", {dtype} {names[part]}" for part, dtype in formats.items())
         results.setdefault(arguments.label, {}).setdefault(title, {}).update(counts)
         RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", "utf-8")
         print(f"{name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)

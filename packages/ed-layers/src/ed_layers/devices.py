@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 if TYPE_CHECKING:
@@ -41,6 +42,19 @@ def get_compute_capability(config: EasyDeLBaseConfig | None) -> tuple[int, ...]:
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     text = str(getattr(device, "compute_capability", ""))
     return tuple(int(part) for part in text.split(".") if part.isdigit())
+
+
+def get_triton_precision(dtype: DTypeLike) -> jax.lax.DotAlgorithmPreset | None:
+    """Return the precision of products of Triton kernels; None = TF32 for float32 numbers.
+
+    Where jax computes float32 products in float32, three products of tensor cores replace one of
+    the slow float32 units; the result is as exact.
+    """
+    matmul_precision = jax.config.values["jax_default_matmul_precision"]
+    exact = matmul_precision in ("highest", "float32")
+    if exact and jnp.dtype(dtype) == jnp.float32:
+        return jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+    return None
 
 
 def get_mesh_axes(
