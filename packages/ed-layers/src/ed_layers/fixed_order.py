@@ -29,10 +29,13 @@ class KernelChoice(NamedTuple):
     Attributes:
         allowed: whether kernels of the native library are allowed.
         ordered: the configuration that selects sums in one order; None without one.
+        on_one_gpu: whether the model is on one GPU. A partitioner cannot split a call of a kernel,
+            so kernels without a `shard_map` need whole arrays.
     """
 
     allowed: bool = True
     ordered: EasyDeLBaseConfig | None = None
+    on_one_gpu: bool = False
 
     @classmethod
     def get_current(cls) -> KernelChoice:
@@ -69,8 +72,12 @@ _CHOICE = ContextVar("kernels and order of sums", default=_DEFAULT_CHOICE)
 def chosen_by(config: EasyDeLBaseConfig) -> AbstractContextManager[None]:
     """Trace the block with the kernels of a configuration: none with `native_kernels: false`, and
     kernels for every size and sums in one order with `batch_invariant: true`."""
-    allowed = config.native_kernels and KernelChoice.get_current().allowed
-    return KernelChoice(allowed, config if config.batch_invariant else None).restore()
+    choice, devices = KernelChoice.get_current(), config.mesh.devices
+    return choice._replace(
+        allowed=config.native_kernels and choice.allowed,
+        ordered=config if config.batch_invariant else None,
+        on_one_gpu=devices.size == 1 and devices.flat[0].platform == "gpu",
+    ).restore()
 
 
 def active() -> bool:
@@ -120,7 +127,7 @@ def with_ordinary_gradient(values: object, function: Callable[[], Any]) -> Any:
     def only_for_gradients() -> Any:
         return function()
 
-    with KernelChoice(KernelChoice.get_current().allowed).restore():
+    with KernelChoice.get_current()._replace(ordered=None).restore():
         reference_values = jax.jit(only_for_gradients)()
     return jax.tree.map(
         lambda value, reference: replace_gradient(value.reshape(reference.shape), reference),

@@ -127,7 +127,8 @@ class QuantizationSection(SetsConfig):
     apply_quantization: StrictBool = True
     """False: the weights are not quantized."""
     platform: Annotated[str | None, choice("platform", ("jax", "triton", "pallas"))] = None
-    """Language of the kernels; products of quantized weights use XLA (`jax`) on every platform."""
+    """Language of the kernels. No effect: products of few rows with quantized weights use Triton on
+    one GPU, and all others XLA. `native_kernels: false` of `base_config` selects XLA."""
 
     def config_fields(self) -> dict[str, tuple[tuple[str, ...], Any]]:
         if self.kv_cache is None:

@@ -19,6 +19,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ed_layers import native
+from ed_layers.devices import get_triton_precision
+from ed_layers.quantization import products_gpu
 from ed_layers.quantization.formats import FORMATS
 from ed_layers.quantization.stored import Scales, Stored, interleave_halves
 
@@ -145,6 +147,9 @@ def _product(rule: ProductRule, x: jax.Array, w: QArray | Turned) -> jax.Array:
     rows = math.prod(x.shape[:-1])
     takes = native.products.takes_codes
     with rule.choice.restore():
+        if fits and products_gpu.supports(rule.choice, rows, x.dtype, stored):
+            precision = get_triton_precision(x.dtype)
+            return products_gpu.multiply_codes(x, stored, precision=precision)
         if not fits or not takes(rows, x.dtype, stored.codes, quantize_rows=stored.activations):
             return by_xla(x, w)
         return jax.lax.platform_dependent(x, w, cpu=_by_library, default=by_xla)
