@@ -31,16 +31,30 @@ class KernelChoice(NamedTuple):
         ordered: the configuration that selects sums in one order; None without one.
         on_one_gpu: whether the model is on one GPU. A partitioner cannot split a call of a kernel,
             so kernels without a `shard_map` need whole arrays.
+        recorder: receives the kernels of the trace (`ed_layers.numerics`).
     """
 
     allowed: bool = True
     ordered: EasyDeLBaseConfig | None = None
     on_one_gpu: bool = False
+    recorder: Callable[..., None] | None = None
 
     @classmethod
     def get_current(cls) -> KernelChoice:
         """Return the present choice."""
         return _CHOICE.get()
+
+    @classmethod
+    def note(cls, kind: str, *arguments: object) -> None:
+        """Tell the recorder which kernel a program uses.
+
+        Args:
+            kind: key of `ed_layers.numerics.record.USE_KINDS`.
+            arguments: arguments of the function of the kind.
+        """
+        recorder = cls.get_current().recorder
+        if recorder is not None:
+            recorder(kind, *arguments)
 
     @contextmanager
     def restore(self) -> Iterator[None]:

@@ -5,14 +5,27 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Annotated, Any
 
+import typer
 from ed_esurge.command.program import Result, show_result
 
 from ed_elarge.actions.provenance import versions
+from ed_elarge.command.runs import RunSettings
 
 
-def doctor() -> Result:
+def doctor(
+    numerics: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Also compare every kernel of a run file with float64, at the sizes of the run.",
+        ),
+    ] = None,
+    settings: RunSettings = None,
+) -> Result:
     """Print versions, devices, memory, the native CPU kernels, and the folders of caches.
 
     The exit code is 1 if something needs attention.
@@ -41,9 +54,35 @@ def doctor() -> Result:
             problems.append(f"{folder} is not writable: set XDG_CACHE_HOME or HF_HOME")
     for name, fact in facts.items():
         show_result(f"{name:<28}{fact}")
+    kernels = [] if numerics is None else _check_numerics(numerics, settings or (), problems)
     for problem in problems:
         print(f"problem: {problem}", file=sys.stderr)
-    return Result({"facts": facts, "problems": problems}, int(bool(problems)))
+    values: dict[str, Any] = {"facts": facts, "problems": problems}
+    if numerics is not None:
+        values["kernels"] = kernels
+    return Result(values, int(bool(problems)))
+
+
+def _check_numerics(
+    file: str, run_settings: Sequence[str], problems: list[str]
+) -> list[Mapping[str, Any]]:
+    """Print the errors of the kernels of a run file, and add those that are too large."""
+    from ed_elarge.command.numerics import check_kernels, convert_errors, describe_errors
+    from ed_elarge.config import nodes
+    from ed_elarge.config.layers import with_settings
+    from ed_elarge.config.normalize import normalize
+
+    run = normalize(with_settings(nodes.read_yaml(file), run_settings, nodes.parse_yaml))
+    kernels: list[Mapping[str, Any]] = []
+    for errors in check_kernels(run):
+        kernels.append(convert_errors(errors))
+        show_result(describe_errors(errors))
+        if not errors.is_right:
+            problems.append(
+                f"{errors.title} differs from float64 ({errors.case}): select another kernel, "
+                "update jax and the driver, or report the case"
+            )
+    return kernels
 
 
 def _memory() -> str:

@@ -136,6 +136,8 @@ class Experts(nnx.Module):
         expert_ids, weights = expert_ids.reshape(-1, k), weights.reshape(-1, k).astype(jnp.float32)
         weights = jnp.where(expert_ids < experts, weights, 0.0)
         grouped = self.force_grouped or get_platform(ctx.config) != "cpu"
+        local = partial(self.local, ctx=ctx)
+        KernelChoice.note("experts", local, self.network, self.method, x, params, k)
         if self.method == "dense_moe":
             out = dense(self.network, self.precision, flat, expert_ids, weights, params)
         elif self.method == "fused_moe" and grouped:

@@ -147,6 +147,7 @@ def combine_products(
     if not fits(x, weights) or not (act is None or act in native.products.ACTS):
         return None
     static = Combination(act, gated, names, precision, native.KernelChoice.get_current())
+    native.KernelChoice.note("products", static, x, weights, biases)
     return multiply(static, x, tuple(weights), tuple(biases))
 
 

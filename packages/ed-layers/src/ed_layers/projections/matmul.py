@@ -40,6 +40,8 @@ def matmul(
     """
     if not (on_cpu_in_halves(x) or goes_native(x, w)):
         return matmul_by_xla(x, w, transposed, precision)
+    if goes_native(x, w):
+        native.KernelChoice.note("product", x, w, transposed)
     # A mesh for ahead-of-time compilation may have another platform than this process.
     return jax.lax.platform_dependent(
         x,

@@ -148,10 +148,14 @@ def _product(rule: ProductRule, x: jax.Array, w: QArray | Turned) -> jax.Array:
     takes = native.products.takes_codes
     with rule.choice.restore():
         if fits and products_gpu.supports(rule.choice, rows, x.dtype, stored):
+            native.KernelChoice.note("codes", x, w, "Triton")
             precision = get_triton_precision(x.dtype)
             return products_gpu.multiply_codes(x, stored, precision=precision)
         if not fits or not takes(rows, x.dtype, stored.codes, quantize_rows=stored.activations):
+            if fits and stored.ndim == 2:
+                native.KernelChoice.note("codes", x, w, "XLA")
             return by_xla(x, w)
+        native.KernelChoice.note("codes", x, w, "native")
         return jax.lax.platform_dependent(x, w, cpu=_by_library, default=by_xla)
 
 

@@ -223,6 +223,7 @@ class Rows:
             The outputs, a pytree of [r, c, ...], and the state after this step, in its own dtype.
         """
         train = self.ctx.mode == "train"
+        fixed_order.KernelChoice.note("recurrence", self, step, state, inputs, terms)
         if terms is None or not recurrences.takes(gradient=train):
             return self._scan(step, state, inputs)
         if not train:

@@ -14,6 +14,7 @@ from ed_infra.logging import get_logger, once
 
 from ed_layers import devices
 from ed_layers.attention.kernel import MECHANISMS, Cached, Call, Kernel
+from ed_layers.fixed_order import KernelChoice
 
 logger = get_logger(__name__)
 
@@ -124,6 +125,7 @@ def run_chosen_kernel(call: Call) -> jax.Array:
         if not refusals:
             if is_platform_kernel or refused:
                 tell(call, kernel, refused)
+            KernelChoice.note("attention", kernel, call)
             return kernel.run(call)
         refused.append(f"{kernel.title} does not support {', '.join(refusals)}")
     if isinstance(call, Cached):
