@@ -78,7 +78,8 @@ def describe_products(
     sizes += [(o,) for o in outputs] if biases else []
     words = describe_case(
         f"{rows} x {inputs} x {' + '.join(map(str, outputs))}",
-        np.dtype(x.dtype).name if is_plain else f"{weights[0].format} and {x.dtype}",
+        x.dtype.name,
+        *[w.format for w in weights[:1] if isinstance(w, QArray)],
         activation=static.act,
         gated=static.gated,
         biases=bool(biases),
