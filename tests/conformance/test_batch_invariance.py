@@ -45,4 +45,6 @@ def test_model_that_is_not_one_decoder_refuses_batch_invariant() -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize(("model_type", "dtype"), equal_rows())
 def test_bits_of_a_family_are_equal_under_every_condition(model_type: str, dtype: str) -> None:
-    assert cells_of(model_type, dtype) == read()[model_type][dtype]
+    cells = cells_of(model_type, dtype)
+    # A condition that was not run for the table must be equal, too.
+    assert cells == {**dict.fromkeys(cells, "equal"), **read()[model_type][dtype]}

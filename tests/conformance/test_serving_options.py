@@ -39,7 +39,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "invariant": {"batch_invariant": True},
 }
 RECURRENT = ("mamba", "jamba")
-NOT_RECURRENT = ("speculated", "offloaded", "invariant")
+NOT_RECURRENT = ("offloaded", "invariant")
 
 
 def subjects() -> list[Any]:

@@ -34,6 +34,25 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
     },
     "gemma2": {"head_dim": 16},
+    "mamba2": {
+        **dict.fromkeys(SMALL.keys() - {"hidden_size", "num_hidden_layers", "vocab_size"}),
+        "num_heads": 8,
+        "head_dim": 16,
+        "state_size": 8,
+        "n_groups": 2,
+    },
+    "recurrent_gemma": {"attention_window_size": 16, "max_position_embeddings": None},
+    "qwen3_next": {
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 6,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    },
 }
 
 
@@ -56,6 +75,7 @@ def read_model_classes_in_this_process(tmp_path: Path, monkeypatch: pytest.Monke
 def run_file(model_type: str = "llama", **changes: Any) -> dict[str, Any]:
     """Return the sections of a run that trains a small model."""
     fields = {**SMALL, **OF_FAMILY.get(model_type, {})}
+    fields = {name: value for name, value in fields.items() if value is not None}
     base: dict[str, Any] = {
         "model": {"config": {"model_type": model_type, **fields}, "tokenizer": "tokenizer"},
         "sharding": {"axis_dims": [1, 4, 1, 2, 1]},
@@ -347,6 +367,49 @@ def test_pools_have_the_pages_of_the_engine(
     assert ours.pages == made.pool_sizes()
     for name, size in ours.page_bytes.items():
         assert size == setup.page_bytes(model, 16, name)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model_type", ["mamba2", "qwen3_next", "recurrent_gemma"])
+def test_states_have_the_bytes_that_the_engine_allocates(
+    model_type: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Slots and saved states, without and with drafts, within 5 %; here they are equal."""
+    from ed_elarge.building.parts import new_config
+    from ed_elarge.plan import serving
+    from ed_esurge.engine import setup
+    from ed_esurge.runner.memory import get_recurrent_caches
+    from ed_infra import registry
+
+    values = run_file(model_type, actions=["serve"], sharding={"axis_dims": [1, 1, 1, 1, 1]})
+    del values["trainer"], values["mixture"]
+    values["loader"] = {"dtype": dtype, "param_dtype": dtype}
+    options: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "page_size": 16}
+    small = replace(devices.find_device("v5e"), memory_gib=0.003)
+    for more in ({}, {"num_states": 5}, {"num_pages": 40}, {"speculative_config": {}}):
+        run = run_of({**values, "esurge": {**options, **more}})
+        plan = serving.plan_engine(
+            settings.serving(run), shapes.get_shapes(run), build_mesh(run, 1), small
+        )
+        parts = plan.memory.parts
+        model_class = registry.get_module(run.task, model_type)
+        model = model_class.create(new_config(run), dtype=dtype, param_dtype=dtype)
+        made = setup.Setup.resolve(model, run.esurge)
+        running = parts["recurrent states"] - plan.saved_states * plan.state_bytes
+        work = parts["temporary buffers"] + parts["sampler state"] + running
+        monkeypatch.setattr(
+            setup,
+            "accelerator_memory",
+            lambda model, used=parts["parameters"]: [(small.usable, used)],
+        )
+        monkeypatch.setattr(setup.Setup, "_workspace", lambda self, pages, work=work: work)
+        sizes = made.pool_sizes()
+        assert sizes == {**plan.pages, setup.STATES_POOL: plan.saved_states}
+        runner = made.runner(sizes=sizes)
+        allocated = setup.device_bytes([*get_recurrent_caches(runner.memory.cache).values()])
+        assert parts["recurrent states"] == pytest.approx(allocated, rel=0.05)
+        assert plan.saved_states > 0
 
 
 def _arrays(model: Any) -> list[tuple[Any, Any]]:

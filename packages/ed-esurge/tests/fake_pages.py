@@ -73,7 +73,8 @@ class FakePages:
         for row in plan.rows:
             new, tables = self.slots[row.slot]
             assert new.request_id == row.request_id
-            state = self.states.get(row.slot, []) if row.start else []
+            source, target = row.states or (row.slot, row.slot)
+            state = self.states.get(source, []) if row.start else []
             token_ids = [self.last[row.slot]] if row.token_ids == UNREAD else row.token_ids
             context = [*state, *token_ids]
             assert not self.recurrent or len(state) == row.start, "the state is of other tokens"
@@ -84,7 +85,7 @@ class FakePages:
                 # The query of the row's first token attends to the earliest position.
                 seen = max(0, row.start - self.window + 1)
                 assert self.read("window", tables, seen, row.stop) == context[seen:]
-            self.states[row.slot] = context
+            self.states[target] = context
             if row.samples > 1:
                 ends = range(row.known, row.stop + 1)
                 tokens = [next_token(context[:end]) for end in ends]

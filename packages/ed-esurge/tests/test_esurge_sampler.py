@@ -38,8 +38,18 @@ def rows(n: int, **given) -> SamplerRows:
         "mirostat": 0,
         "mirostat_tau": 5.0,
         "mirostat_eta": 0.1,
+        "proposal": -1,
     }
-    ints = ("mirostat", "slot", "seed", "position", "top_k", "num_logprobs", "processed")
+    ints = (
+        "proposal",
+        "mirostat",
+        "slot",
+        "seed",
+        "position",
+        "top_k",
+        "num_logprobs",
+        "processed",
+    )
     out = {}
     for name, default in plain.items():
         value = np.broadcast_to(np.asarray(given.get(name, default)), (n,))

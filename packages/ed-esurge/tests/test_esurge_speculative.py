@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from ed_esurge import EngineConfig, SamplingParams, StructuredOutputs, eSurge
 from ed_esurge.config import SpeculativeConfig
-from ed_esurge.core.proposals import NgramIndex, PromptLookup
+from ed_esurge.core.ngrams import NgramIndex, PromptLookup
+from ed_esurge.thinking import ThinkingBudget
 from ed_infra.errors import ConfigError
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,9 +75,39 @@ def test_requests_finish_inside_accepted_draft_tokens(speculating, surge, prompt
         speculating(prompts[1], params)
 
 
-def test_requests_with_adjusted_logits_have_no_proposals(speculating, prompts):
-    proposer, *_ = speculating(prompts[3], GREEDY.replace(frequency_penalty=0.5))
-    assert proposer.num_drafts == 0
+ADJUSTED = {
+    "penalties": {"frequency_penalty": 0.7, "presence_penalty": 0.4, "repetition_penalty": 1.3},
+    "bias": {"logit_bias": {7: 3.0, 11: -4.0}},
+    "mask": {"allowed_token_ids": tuple(range(20, 60)), "presence_penalty": 1.0},
+    "min_tokens": {"min_tokens": 6, "stop_token_ids": (30, 31, 32), "ignore_eos": False},
+    "repetition": {"dry_multiplier": 2.0, "dry_allowed_length": 1},
+    "filter": {"top_n_sigma": 1.5},
+    "filter and penalty": {"top_n_sigma": 1.5, "frequency_penalty": 0.7},
+    "mirostat": {"mirostat": 2},
+    "processed": {"logprobs": 2, "logprobs_mode": "processed_logprobs", "frequency_penalty": 0.7},
+}
+
+
+@pytest.mark.parametrize("name", ADJUSTED)
+def test_requests_with_adjusted_logits_have_proposals(speculating, prompts, name):
+    params = SamplingParams(seed=5, temperature=1.1, max_tokens=14, ignore_eos=True)
+    proposer, *_ = speculating(prompts[:3], params.replace(**ADJUSTED[name]))
+    # Mirostat, and filters with penalties, depend on the token before in the middle of the step.
+    assert (proposer.num_accepted_tokens > 0) == (name not in ("mirostat", "filter and penalty"))
+    greedy = {key: value for key, value in ADJUSTED[name].items() if not key.startswith("mirostat")}
+    speculating(prompts[:3], GREEDY.replace(**greedy))
+
+
+def test_bad_words_and_thinking_budgets_end_a_draft(speculating, surge, tokenizer, prompts):
+    """Proposals after which other tokens are forbidden or forced are dropped."""
+    letters = tuple(tokenizer("abcdefghijklmnop", add_special_tokens=False)["input_ids"])
+    params = GREEDY.replace(allowed_token_ids=letters)
+    text = surge.generate(prompts[1], params)[0].outputs[0].text
+    words = {"bad_words": (text[2:4], text[5:7])}
+    budget = ThinkingBudget(tokens=5, end_token_ids=letters[:3])
+    for more in (words, {"thinking_budget": budget}, {**words, "frequency_penalty": 0.9}):
+        proposer, *_ = speculating(prompts[1], params.replace(**more))
+        assert proposer.num_accepted_tokens > 0
 
 
 @pytest.mark.proves("speculative_config")

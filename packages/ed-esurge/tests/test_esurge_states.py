@@ -36,12 +36,17 @@ class Engine:
         budget: int = 16,
         longest: int = 96,
         policy: Literal["fcfs", "priority"] = "fcfs",
+        slots: int = 4,
+        spacing: int = PAGE,
+        **drafts: Any,
     ) -> None:
         groups = {"full": PageGroup(pages), "window": PageGroup(pages, 6)}
         groups = {name: group for name, group in groups.items() if name in kinds}
-        self.states = StateStore(places, 4, PAGE, spacing=PAGE, interval=interval)
-        limits = StepLimits(4, budget, longest, policy=policy)
-        self.scheduler = Scheduler(limits, num_pages=groups, page_size=PAGE, states=self.states)
+        self.states = StateStore(places, slots, PAGE, spacing=spacing, interval=interval)
+        limits = StepLimits(slots, budget, longest, policy=policy)
+        self.scheduler = Scheduler(
+            limits, num_pages=groups, page_size=PAGE, states=self.states, **drafts
+        )
         self.device = FakePages(groups, PAGE, 1, recurrent=True)
         self.requests: list[Request] = []
         self.plans: list[StepPlan] = []
@@ -312,8 +317,8 @@ def unfinished_page(patch: pytest.MonkeyPatch) -> None:
     """Save states at other positions than page ends."""
     saved = StateStore.save
 
-    def save(self: StateStore, request: Request, stop: int) -> None:
-        saved(self, request, stop - 1 if stop % PAGE == 1 else stop)
+    def save(self: StateStore, request: Request, stop: int, slot: int | None) -> None:
+        saved(self, request, stop - 1 if stop % PAGE == 1 else stop, slot)
 
     patch.setattr(StateStore, "save", save)
 
@@ -342,8 +347,8 @@ def kept_after_new_weights(patch: pytest.MonkeyPatch) -> None:
 def same_step(patch: pytest.MonkeyPatch) -> None:
     """Restore a state that the same step saves."""
 
-    def save(self: StateStore, request: Request, stop: int) -> None:
-        saved(self, request, stop)
+    def save(self: StateStore, request: Request, stop: int, slot: int | None) -> None:
+        saved(self, request, stop, slot)
         self.commit(tuple(self._saves))
 
     saved = StateStore.save

@@ -10,6 +10,9 @@ from urllib.parse import urlsplit
 from ed_infra.options import Count, Options, Whole
 from pydantic import AfterValidator, AwareDatetime, Field, model_validator
 
+#: Maximum number of saved recurrent states for each running sequence.
+STATES_PER_SEQUENCE = 16
+
 # Tokens and pages are counted in 32 bits on the device.
 PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]
 
@@ -158,18 +161,33 @@ class SamplingDefaults(Options):
 class SpeculativeConfig(Options):
     """Options of speculative decoding. The names are vLLM's.
 
-    Tokens are proposed only while the queue is empty and a step has free rows. Requests with
-    penalties, logit biases or token masks receive no proposals.
+    Tokens are proposed only while the queue is empty and a step has free rows. Beams, requests with
+    mirostat, and requests with both a penalty or bias and a filter of the whole distribution
+    receive no proposals.
     """
 
-    method: Literal["ngram", "draft_model"] = "ngram"
+    method: Literal["ngram", "suffix", "draft_model"] = "ngram"
     """Source of the proposals. `ngram`: the tokens that followed an earlier occurrence of the last
-    tokens in the prompt or output. `draft_model`: the samples of a small model with the same
-    vocabulary."""
+    tokens in the prompt or output. `suffix`: the most frequent continuations of the longest earlier
+    occurrence in the prompt, the output, and the outputs of earlier requests with the same
+    `cache_salt`. `draft_model`: the samples of a small model with the same vocabulary."""
     model: str | None = None
     """Directory or hub id of the draft model. Alternatively, pass `draft_model` to `eSurge`."""
     num_speculative_tokens: Annotated[int, Field(gt=0, le=64)] = 4
     """Maximum number of proposed tokens for a sequence in one step."""
+    adaptive_length: bool = True
+    """Whether the number of proposed tokens follows the acceptance of each request. A request whose
+    proposals are rarely accepted has none for 16 to 256 tokens, and then a trial."""
+    suffix_decoding_max_tree_depth: Annotated[int, Field(gt=1, le=1024)] = 24
+    """`suffix`: maximum length of the context to compare, in tokens."""
+    suffix_decoding_max_cached_requests: Annotated[int, Field(ge=0, le=2**20)] = 1000
+    """`suffix`: number of finished requests whose outputs are searched, at most 262,144 tokens. 0:
+    only the text of the request itself."""
+    suffix_decoding_max_spec_factor: Annotated[float, Field(gt=0, le=64)] = 1.0
+    """`suffix`: maximum number of proposed tokens for each token of the context."""
+    suffix_decoding_min_token_prob: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """`suffix`: smallest share of the occurrences that must have continued with the proposed
+    tokens."""
     prompt_lookup_max: Annotated[int, Field(gt=0, le=64)] = 4
     """Maximum length of the n-gram to match, in tokens."""
     prompt_lookup_min: Annotated[int, Field(gt=0, le=64)] = 2

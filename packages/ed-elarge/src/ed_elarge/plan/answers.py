@@ -22,6 +22,8 @@ ShapeRequest = Mapping[str, Any]
 
 def shapes(run: RunConfig, request: ShapeRequest) -> dict[str, Any]:
     """Return the tensors of the model class, with the number of layers of each."""
+    import math
+
     from ed_layers.cache.spec import LayerCacheSpec
 
     from ed_elarge.plan.abstract import abstract_model, find_stored_codes, tensors
@@ -37,12 +39,16 @@ def shapes(run: RunConfig, request: ShapeRequest) -> dict[str, Any]:
             row = {"name": name, "shape": one["shape"], "axes": one["axes"], "dtype": dtype}
             key = (name, tuple(one["shape"]), dtype, codes)
             merged.setdefault(key, {**row, "codes": codes, "layers": 0})["layers"] += 1
-    caches = []
+    caches, states = [], []
     for specs in model.cache_specs():
         for spec in specs if isinstance(specs, tuple) else (specs,):
             if isinstance(spec, LayerCacheSpec):
                 width = 0 if spec.values_in_keys else spec.values
                 caches.append([spec.num_kv_heads, spec.head_dim, width, spec.window])
+                continue
+            for state in spec.states:
+                stored = "" if state.dtype == str(model.dtype) else state.dtype
+                states.append([math.prod(state.shape), stored])
     text = model.config.get_text_config()
     fields = (
         "hidden_size",
@@ -58,7 +64,8 @@ def shapes(run: RunConfig, request: ShapeRequest) -> dict[str, Any]:
         "no_rope_layer_interval",
     )
     config = {name: getattr(text, name, None) for name in fields}
-    return {"tensors": [*merged.values()], "caches": caches, "config": config}
+    tensor_rows = [*merged.values()]
+    return {"tensors": tensor_rows, "caches": caches, "states": states, "config": config}
 
 
 def answer_train(run: RunConfig, request: ShapeRequest) -> dict[str, Any]:

@@ -136,7 +136,8 @@ def plan_step(
     engine = serving.plan_engine(
         training_settings.engine, model, mesh, hardware.device
     ).memory.parts
-    engine_parts = {name: engine[name] for name in ("KV pages", "sampler state")}
+    names = ("KV pages", "recurrent states", "sampler state")
+    engine_parts = {name: engine[name] for name in names if name in engine}
     engine_parts["reference"] = step.parts["parameters"] if training_settings.has_copy else 0
     return replace(step, parts={**step.parts, **engine_parts})
 
@@ -149,6 +150,8 @@ def plan_serving(
     one, _ = serving.replica(serving_settings, mesh)
     seqs = max(1, min(engine.seqs, engine.concurrent // engine.replicas))
     size = sum(serving.token_bytes(cache, serving_settings, one) for cache in model.caches)
+    # A step reads and writes the states of all its sequences.
+    size += -(-2 * engine.state_bytes // engine.longest)
     time = timing.estimate_decoding(
         serving_settings, model, one, hardware, seqs=seqs, context=engine.longest, token_bytes=size
     )

@@ -78,6 +78,8 @@ def to_dict(plan: RunPlan, compiled: Mapping[str, Any] | None = None) -> dict[st
             "pages_of_longest_sequence": engine.needed,
             "max_model_len": engine.longest,
             "concurrent_requests": engine.concurrent,
+            "state_bytes": engine.state_bytes,
+            "saved_states": engine.saved_states,
             "cached_tokens": engine.cached_tokens,
             "replicas": engine.replicas,
             "changes": [*map(vars, list_changes(plan, plan.serving, candidates))]
@@ -198,6 +200,11 @@ def _format_part(name: str, part: Mapping[str, Any]) -> list[str]:
             f"requests of {part['max_model_len']:,} tokens at the same time: "
             f"{part['concurrent_requests']}; the pages hold {part['cached_tokens']:,} tokens"
         )
+        if part.get("state_bytes"):
+            out.append(
+                f"recurrent states of a sequence: {part['state_bytes'] / 2**20:,.2f} MiB; "
+                f"{part['saved_states']:,} saved states for prompts with an equal prefix"
+            )
     rate = f"{time['tokens_per_second']:,.0f} tokens/s"
     step_name = "optimizer step" if name == "training" else "decode step"
     share = f", MFU {time['mfu']:.0%}" if name == "training" else ""

@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass, replace
 
+from ed_esurge.config import STATES_PER_SEQUENCE, EngineConfig
 from ed_esurge.core.page_pool import pages_of_sequence
 from ed_infra.errors import ConfigError
 
@@ -36,7 +37,9 @@ class EngineMemory:
         seqs: maximum number of sequences of a step.
         tokens: maximum number of tokens of a step.
         replicas: number of engines with separate weights and pages.
-        cached_tokens: number of tokens that all pages of a replica hold.
+        cached_tokens: number of tokens that all pages of a replica hold; 0 without attention.
+        state_bytes: bytes of the recurrent states of one sequence on one device.
+        saved_states: number of saved recurrent states.
     """
 
     memory: MemoryParts
@@ -48,11 +51,14 @@ class EngineMemory:
     tokens: int
     replicas: int
     cached_tokens: int
+    state_bytes: int = 0
+    saved_states: int = 0
 
     @property
     def concurrent(self) -> int:
         """Sequences of `longest` tokens that run at the same time, over all replicas."""
-        replica_seqs = min(self.pages[name] // self.needed[name] for name in self.pages)
+        counts = [self.pages[name] // self.needed[name] for name in self.pages]
+        replica_seqs = min(counts, default=self.seqs)
         return self.replicas * min(replica_seqs, self.seqs)
 
 
@@ -62,13 +68,12 @@ def plan_engine(
     """Return the memory of an engine on a device.
 
     Raises:
-        ConfigError: the model has layers without keys and values, or a pool cannot hold one
-            sequence.
+        ConfigError: the model has layers without keys, values and states, such as an encoder.
     """
-    if len(shapes.caches) != shapes.layers:
+    if len(shapes.caches) != shapes.layers and not shapes.states:
         raise ConfigError(
-            f"elarge plan knows engines of attention layers, and {shapes.model_type} has other "
-            "layers"
+            f"elarge plan knows engines of attention and recurrent layers, and {shapes.model_type} "
+            "has other layers"
         )
     options = settings.options
     mesh, replicas = replica(settings, mesh)
@@ -105,33 +110,66 @@ def plan_engine(
         name: min(pages * seqs, (2**31 - 1) // options.page_size) for name, pages in needed.items()
     }
     sequence_bytes = sum(needed[name] * page_bytes[name] for name in needed)
-    if options.num_pages is not None:
+    state_bytes = shapes.count_state_bytes(settings.dtype)
+    # With drafts, each running sequence has two states.
+    running = state_bytes * seqs * (1 + bool(options.speculative_config))
+    saved = 0
+    if options.num_pages is not None and needed:
         pages = {
             name: options.num_pages
             if members[0].window is None
             else min(options.num_pages, most[name])
             for name, members in groups.items()
         }
+        if state_bytes:
+            free = sum(pages[name] * page_bytes[name] for name in pages) // 2
+            saved = count_saved_states(options, seqs, free, state_bytes)
     else:
-        free = int(device.usable * options.hbm_utilization) - weights - state - work
-        count = max(1.0, free / sequence_bytes)
-        pages = {name: max(n, min(most[name], int(n * count))) for name, n in needed.items()}
+        free = int(device.usable * options.hbm_utilization) - weights - state - work - running
+        if state_bytes:
+            most_bytes = sum(most[name] * page_bytes[name] for name in needed)
+            spare = min(max(free // 3, free - most_bytes), free - sequence_bytes)
+            saved = count_saved_states(options, seqs, spare, state_bytes)
+            free -= saved * state_bytes
+        pages = {
+            name: max(n, min(most[name], n * free // sequence_bytes)) for name, n in needed.items()
+        }
+    state_parts = {"recurrent states": running + saved * state_bytes} if state_bytes else {}
     memory = MemoryParts(
         {
             "parameters": weights,
             "KV pages": sum(pages[name] * page_bytes[name] for name in pages),
+            **state_parts,
             "sampler state": state,
             "temporary buffers": work,
         },
         limit=int(device.usable * options.hbm_utilization)
-        if options.num_pages is None
+        if options.num_pages is None or not needed
         else device.usable,
     )
     full = [name for name, members in groups.items() if members[0].window is None]
-    cached = min(pages[name] for name in full or pages) * options.page_size
+    cached = min([pages[name] for name in full or pages], default=0) * options.page_size
     return EngineMemory(
-        memory, pages, needed, page_bytes, longest, seqs, tokens, replicas, cached * replicas
+        *(memory, pages, needed, page_bytes, longest, seqs, tokens, replicas, cached * replicas),
+        state_bytes=state_bytes,
+        saved_states=saved,
     )
+
+
+def count_saved_states(options: EngineConfig, seqs: int, free: int, state_bytes: int) -> int:
+    """Return the number of saved recurrent states, as `ed_esurge.engine.setup.Setup.pool_sizes`.
+
+    Args:
+        options: options of the engine.
+        seqs: maximum number of running sequences.
+        free: bytes for the states, if their number is not an option.
+        state_bytes: bytes of one state.
+    """
+    if not options.enable_prefix_caching:
+        return 0
+    if options.num_states is not None:
+        return options.num_states
+    return min(STATES_PER_SEQUENCE * seqs, max(free, 0) // state_bytes)
 
 
 def replica(settings: Serving, mesh: PlanMesh) -> tuple[PlanMesh, int]:

@@ -219,9 +219,13 @@ def serving(run: RunConfig) -> Serving:
         ConfigError: the weights are quantized, or a draft model or adapters are served.
     """
     options = run.esurge
-    for name in ("max_loras", "speculative_config"):
-        if getattr(options, name):
-            raise ConfigError(f"elarge plan does not know esurge.{name}: omit it")
+    if options.max_loras:
+        raise ConfigError("elarge plan does not know esurge.max_loras: omit it")
+    speculative_config = options.speculative_config
+    if speculative_config is not None and speculative_config.method == "draft_model":
+        raise ConfigError(
+            "elarge plan does not know the memory of esurge.speculative_config.model: omit it"
+        )
     fields = run.execution_fields()
     loader, cache = run.loader, fields["kv_cache_quantization_config"]
     dtype = fields["kvdtype"] or fields["attn_dtype"] or loader.dtype

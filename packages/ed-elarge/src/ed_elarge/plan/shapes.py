@@ -18,7 +18,7 @@ from ed_elarge.config.checkpoint_tasks import find_model_gguf
 from ed_elarge.config.local_paths import expand_path
 from ed_elarge.config.run_config import RunConfig
 from ed_elarge.plan import child
-from ed_elarge.plan.tensors import CacheShape, CodeStorage, ModelShapes, PlanTensor
+from ed_elarge.plan.tensors import CacheShape, CodeStorage, ModelShapes, PlanTensor, StateShape
 
 
 def get_shapes(run: RunConfig, *, time_limit: float = 120.0) -> ModelShapes:
@@ -44,6 +44,7 @@ def get_shapes(run: RunConfig, *, time_limit: float = 120.0) -> ModelShapes:
         child_response["config"],
         tuple(_tensor(one) for one in child_response["tensors"]),
         tuple(CacheShape(*one) for one in child_response["caches"]),
+        tuple(StateShape(*one) for one in child_response["states"]),
     )
 
 
@@ -94,7 +95,7 @@ def vocabulary(run: RunConfig) -> int:
 
 def _load_shapes(run: RunConfig, config: Mapping[str, Any], time_limit: float) -> dict[str, Any]:
     """Return the answer of a child process, or the same answer from the cache of earlier plans."""
-    facts = [version("ed-models"), config, _identify_codes(run)]
+    facts = [version("ed-models"), "states", config, _identify_codes(run)]
     text = json.dumps(facts, sort_keys=True, default=str)
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = hashlib.sha256(text.encode()).hexdigest()[:24]

@@ -90,6 +90,19 @@ class CacheShape:
 
 
 @dataclass(frozen=True)
+class StateShape:
+    """One recurrent or convolution state of a layer: its size, and its dtype.
+
+    Attributes:
+        size: numbers for each sequence.
+        dtype: dtype, if it is not that of the computation; "" otherwise.
+    """
+
+    size: int
+    dtype: str
+
+
+@dataclass(frozen=True)
 class ModelShapes:
     """What a plan knows about a model.
 
@@ -98,12 +111,22 @@ class ModelShapes:
         config: fields of the architecture that a plan reads.
         tensors: all parameters.
         caches: one entry for each layer with keys and values.
+        states: the states of all recurrent and convolution layers.
     """
 
     model_type: str
     config: Mapping[str, Any]
     tensors: tuple[PlanTensor, ...]
     caches: tuple[CacheShape, ...]
+    states: tuple[StateShape, ...] = ()
+
+    def count_state_bytes(self, dtype: str) -> int:
+        """Return the bytes of the states of one sequence on each device.
+
+        Args:
+            dtype: dtype of the computation.
+        """
+        return sum(one.size * DTYPE_SIZES[one.dtype or dtype] for one in self.states)
 
     @property
     def parameters(self) -> int:
@@ -127,13 +150,13 @@ class ModelShapes:
 
     @property
     def heads(self) -> int:
-        """Number of query heads."""
-        return int(self.config["num_attention_heads"])
+        """Number of query heads; 0 without attention."""
+        return int(self.config["num_attention_heads"] or 0)
 
     @property
     def head_dim(self) -> int:
         """Size of a query head."""
-        return int(self.config.get("head_dim") or self.hidden // self.heads)
+        return int(self.config.get("head_dim") or self.hidden // max(self.heads, 1))
 
     @property
     def kv_heads(self) -> int:

@@ -24,7 +24,7 @@ from ed_elarge.plan.tensors import DTYPE_SIZES, ModelShapes, PlanTensor
 #: Parts that are arguments of the step and exist between steps.
 _ARGUMENTS = (
     *("parameters", "adapters", "reference", "masters", "moments", "ema", "batch"),
-    *("KV pages", "sampler state"),
+    *("KV pages", "recurrent states", "sampler state"),
 )
 #: The part of each moment in which the temporary buffers can be largest.
 _MOMENTS = {

@@ -95,6 +95,7 @@ class PlanRow(NamedTuple):
             vector.
         features: for each token the row of the table of encoder outputs that replaces the token's
             embedding, or -1; () if no token has a row.
+        states: slots of the recurrent state before and after the step; None = `slot` for both.
     """
 
     request_id: str
@@ -106,6 +107,7 @@ class PlanRow(NamedTuple):
     scores: bool = False
     pools: bool = False
     features: Sequence[int] = ()
+    states: tuple[int, int] | None = None
 
     @property
     def stop(self) -> int:
@@ -116,6 +118,11 @@ class PlanRow(NamedTuple):
     def known(self) -> int:
         """Position after the last token that is not a proposal."""
         return self.start + len(self.token_ids) - max(self.samples - 1, 0)
+
+    @property
+    def proposed(self) -> Sequence[int]:
+        """The proposed tokens."""
+        return self.token_ids[len(self.token_ids) - max(self.samples - 1, 0) :]
 
     def append_pages(self, new: Mapping[str, Sequence[int]]) -> PlanRow:
         """Return the row with more new pages."""
@@ -128,9 +135,8 @@ class PlanRow(NamedTuple):
         Args:
             sampled: `samples` sampled tokens.
         """
-        proposed = self.token_ids[len(self.token_ids) - self.samples + 1 :]
         right = 0
-        for token, proposal, following in zip(sampled, proposed, sampled[1:], strict=False):
+        for token, proposal, following in zip(sampled, self.proposed, sampled[1:], strict=False):
             if token != proposal or following < 0:
                 break  # -1 is not a token: this position is sampled again with updated data
             right += 1

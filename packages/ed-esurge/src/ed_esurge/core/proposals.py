@@ -4,13 +4,14 @@ Every proposal is verified. The step that computes the proposal also samples the
 position, with the noise of that position (`ed_esurge.runner.sampler`). Only an equal token accepts
 the proposal. The tokens of a request therefore do not depend on the proposals.
 
-`NgramIndex` proposes the tokens that followed an earlier occurrence of an n-gram (prompt lookup,
-https://github.com/apoorvumang/prompt-lookup-decoding).
+A kind of proposals is a record `DraftKind` in a file of its own; `ed_esurge.engine.draft_setup`
+lists all. `DraftLength` chooses the number of proposals for each request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 from tqdm import tqdm
@@ -19,49 +20,53 @@ from ed_esurge.config import SpeculativeConfig
 from ed_esurge.core.plan import StepPlan
 from ed_esurge.core.request import Request
 
-
-class NgramIndex:
-    """Index of the last positions of n-grams in one sequence.
-
-    Args:
-        longest, shortest: range of the n-gram lengths. The longest match is used.
-    """
-
-    def __init__(self, longest: int, shortest: int) -> None:
-        self._lengths = range(longest, shortest - 1, -1)
-        self._tokens: list[int] = []
-        self._after: dict[tuple[int, ...], int] = {}  # n-gram -> the position after it
-        self._indexed = 0  # n-grams that end before this position are in the table
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the sequence."""
-        self._tokens += tokens
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def propose(self, most: int) -> list[int]:
-        """Return at most `most` proposed tokens; [] without a match."""
-        tokens, end = self._tokens, len(self._tokens)
-        for place in range(self._indexed, end):
-            for length in self._lengths:
-                if length <= place:
-                    self._after[tuple(tokens[place - length : place])] = place
-        self._indexed = end
-        for length in self._lengths:
-            if length <= end:
-                place = self._after.get(tuple(tokens[end - length :]))
-                if place is not None:
-                    # The continuation may include the proposals themselves, as in a repetition.
-                    proposed: list[int] = []
-                    for at in range(place, place + most):
-                        proposed.append(tokens[at] if at < end else proposed[at - end])
-                    return proposed
-        return []
-
-
 #: Request id -> number of tokens of the request, and the tokens that may follow them.
 Proposals = dict[str, tuple[int, list[int]]]
+
+#: Average share of accepted proposals below which a request receives none for some tokens. A
+#: proposed token costs a CPU about a seventh of a step.
+LEAST_ACCEPTANCE = 0.15
+#: Number of tokens of the first and of the longest pause. Each pause is twice as long as the last.
+FIRST_PAUSE, LONGEST_PAUSE = 16, 256
+
+
+class DraftLength:
+    """The number of proposals of one request, from the acceptance of its last proposals.
+
+    The number grows by one after a step in which all proposals were accepted, and falls to one more
+    than the accepted proposals otherwise. If few proposals are accepted on average, the request has
+    no proposals for a number of tokens, and then a trial.
+
+    Args:
+        most: maximum number of proposals in one step, which is the first number.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = self._length = most
+        self._acceptance, self._pause, self._resume = 0.5, FIRST_PAUSE, 0
+
+    def get(self, num_tokens: int) -> int:
+        """Return the maximum number of proposals after `num_tokens` tokens of the request."""
+        return self._length if num_tokens >= self._resume else 0
+
+    def update(self, proposed: int, accepted: int, num_tokens: int) -> bool:
+        """Process the result of a step, after which the request has `num_tokens` tokens.
+
+        Returns:
+            whether a pause begins.
+        """
+        self._acceptance += (accepted / proposed - self._acceptance) / 4
+        if accepted == proposed:
+            self._length = min(max(self._length, proposed) + 1, self._most)
+        else:
+            self._length = min(accepted + 1, self._most)
+        if self._acceptance > 1.5 * LEAST_ACCEPTANCE:
+            self._pause = FIRST_PAUSE
+        if self._acceptance >= LEAST_ACCEPTANCE:
+            return False
+        self._resume, self._acceptance = num_tokens + self._pause, LEAST_ACCEPTANCE
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        return True
 
 
 class Proposer:
@@ -69,9 +74,11 @@ class Proposer:
 
     Args:
         most: maximum number of proposals for a sequence in one step.
+        adapts: whether the number of proposals follows their acceptance; see `DraftLength`.
 
     Attributes:
         num_drafts: number of steps with proposals, over all sequences.
+        num_pauses: number of times that a sequence stopped to receive proposals.
         num_draft_tokens, num_accepted_tokens: number of proposed and of accepted tokens.
         accepted_per_pos: number of accepted tokens by position among the proposals of a step.
         repeatable: whether every process of an engine computes the same proposals.
@@ -79,9 +86,10 @@ class Proposer:
 
     repeatable = True
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
+    def __init__(self, most: int, *, adapts: bool = False) -> None:
+        self.most, self._adapts = most, adapts
+        self._lengths: dict[str, DraftLength] = {}
+        self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = self.num_pauses = 0
         self.accepted_per_pos = [0] * most
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
@@ -90,6 +98,16 @@ class Proposer:
 
     def forget(self, request: Request) -> None:
         """Release the data of a finished request."""
+
+    def release(self, request: Request) -> None:
+        """Release all data of a finished request."""
+        self._lengths.pop(request.request_id, None)
+        self.forget(request)
+
+    def get_limit(self, request: Request) -> int:
+        """Return the maximum number of proposals of a request in the next step."""
+        length = self._lengths.get(request.request_id)
+        return self.most if length is None else length.get(request.num_tokens)
 
     def observe(self, plan: StepPlan, requests: Mapping[str, Request]) -> None:
         """Process a finished step.
@@ -115,8 +133,11 @@ class Proposer:
     def allocate(self) -> None:
         """Allocate the device memory again."""
 
-    def count(self, proposed: int, accepted: int) -> None:
-        """Update the statistics with the proposals for one sequence in a step."""
+    def count(self, request: Request, proposed: int, accepted: int) -> None:
+        """Process the result of the proposals for one sequence in a step."""
+        if self._adapts:
+            length = self._lengths.setdefault(request.request_id, DraftLength(self.most))
+            self.num_pauses += length.update(proposed, accepted, request.num_tokens)
         self.num_drafts += 1
         self.num_draft_tokens += proposed
         self.num_accepted_tokens += accepted
@@ -130,6 +151,7 @@ class Proposer:
             "spec_decode_num_drafts": self.num_drafts,
             "spec_decode_num_draft_tokens": self.num_draft_tokens,
             "spec_decode_num_accepted_tokens": self.num_accepted_tokens,
+            "spec_decode_num_pauses": self.num_pauses,
             **{f"spec_decode_num_accepted_tokens_per_pos_{at}": count for at, count in places},
         }
 
@@ -139,8 +161,8 @@ class ReceivedProposals(Proposer):
 
     repeatable = False
 
-    def __init__(self, most: int) -> None:
-        super().__init__(most)
+    def __init__(self, most: int, *, adapts: bool = False) -> None:
+        super().__init__(most, adapts=adapts)
         self._received: Proposals = {}
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
@@ -153,28 +175,12 @@ class ReceivedProposals(Proposer):
         self._received = proposals
 
 
-class PromptLookup(Proposer):
-    """Proposes the tokens that followed an earlier occurrence of a sequence's last tokens.
+@dataclass(frozen=True)
+class DraftKind:
+    """A source of proposals.
 
-    Args:
-        config: options with `method: ngram`.
+    Attributes:
+        create: creates the proposer from the options; None = the kind reads a draft model.
     """
 
-    def __init__(self, config: SpeculativeConfig) -> None:
-        super().__init__(config.num_speculative_tokens)
-        self._config = config
-        self._known: dict[str, NgramIndex] = {}
-
-    def propose(self, request: Request, most: int) -> Sequence[int]:
-        """See `Proposer`."""
-        index = self._known.get(request.request_id)
-        if index is None:
-            config = self._config
-            index = NgramIndex(config.prompt_lookup_max, config.prompt_lookup_min)
-            self._known[request.request_id] = index
-        index.extend(request.tokens(len(index), request.num_tokens))
-        return index.propose(most)
-
-    def forget(self, request: Request) -> None:
-        """See `Proposer`."""
-        self._known.pop(request.request_id, None)
+    create: Callable[[SpeculativeConfig], Proposer] | None

@@ -64,6 +64,8 @@ class Request:
         page_keys: prefix-cache keys of the full pages computed so far.
         slot: slot of the running sequence, None otherwise; see `NewSequence`.
         num_cached: number of prompt tokens found in the prefix cache at the first admission.
+        state_slot: slot of the recurrent state of the running sequence, None otherwise; see
+            `ed_esurge.core.drafts`.
         state_stop: number of tokens before the latest recurrent state that was restored or saved.
         branch_stop: number of tokens, in whole pages, that an earlier prompt also had.
         restored_state: key of the recurrent state from which the sequence continued.
@@ -90,6 +92,7 @@ class Request:
     pages: dict[str, list[int]] = field(default_factory=dict)
     page_keys: list[bytes] = field(default_factory=list)
     slot: int | None = None
+    state_slot: int | None = None
     num_cached: int | None = None
     state_stop: int = 0
     branch_stop: int = 0
@@ -197,6 +200,7 @@ class Request:
             pages={},
             page_keys=[*self.page_keys],
             slot=None,
+            state_slot=None,
             restored_state=None,
             output_state=None,
         )

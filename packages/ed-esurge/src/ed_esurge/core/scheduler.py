@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ed_esurge.core.drafts import DraftPlanner
 from ed_esurge.core.encoder_cache import EncoderCache
 from ed_esurge.core.encoder_slots import EncoderSlots
 from ed_esurge.core.padding import first_part, get_room
@@ -76,6 +77,7 @@ class Scheduler:
         encoder: encoder outputs; None = the model has no encoder.
         states: saved states of recurrent layers; None = the model has none, or prefixes are not
             shared.
+        second_states: see `DraftPlanner`; only with a proposer.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Scheduler:
         proposer: Proposer | None = None,
         encoder: EncoderCache | EncoderSlots | None = None,
         states: StateStore | None = None,
+        second_states: int | None = None,
     ) -> None:
         if limits.token_budget < limits.max_num_seqs:
             raise ValueError(
@@ -115,7 +118,8 @@ class Scheduler:
             host_places=host_places,
             states=states,
         )
-        self.proposer, self.encoder, self.states = proposer, encoder, states
+        self.encoder, self.states, self._second_states = encoder, states, second_states
+        self.proposer = proposer
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -137,6 +141,19 @@ class Scheduler:
             limits: limits with a smaller token budget or other shapes; None = `self.limits`.
         """
         self._limits_now = self.limits if limits is None else limits
+
+    @property
+    def proposer(self) -> Proposer | None:
+        """Source of proposed tokens; None = no speculation."""
+        return None if self.drafts is None else self.drafts.proposer
+
+    @proposer.setter
+    def proposer(self, proposer: Proposer | None) -> None:
+        self.drafts = (
+            None
+            if proposer is None
+            else DraftPlanner(proposer, self.pages, self.states, self._second_states)
+        )
 
     # ---- the queue
 
@@ -161,6 +178,7 @@ class Scheduler:
         ready = self._shares and parent.status is Status.RUNNING and bool(self._slots)
         if ready and self.pages.fork(parent, child):
             child.status, child.slot = Status.RUNNING, self._slots.pop()
+            child.state_slot = child.slot
             if self.states is not None:
                 self.states.fork(parent, child)
             insort(self.running, child, key=self._order)
@@ -192,6 +210,7 @@ class Scheduler:
         budget, chunk = self._limits_now.token_budget, self._limits_now.chunk
         if self.encoder is not None:
             self.encoder.begin_step()
+        drafts = self.drafts
         decoding: list[tuple[Request, int]] = []
         prefilling: list[tuple[Request, int]] = []
         for request in self.running:
@@ -199,7 +218,10 @@ class Scheduler:
             missing = len(request.prompt) + len(request.output) - request.num_computed
             if not missing:
                 continue  # a beam that waits for the other beams
-            (decoding if missing == 1 else prefilling).append((request, missing))
+            decodes = missing == 1 or (
+                drafts is not None and drafts.computes_again(request, missing)
+            )
+            (decoding if decodes else prefilling).append((request, missing))
         last = prefilling[-1][0] if prefilling else None
         for request, missing in decoding + prefilling:
             if request.status is not Status.RUNNING:
@@ -230,9 +252,11 @@ class Scheduler:
         for row in rows.values():
             stop = row.start + len(row.token_ids)
             if stop // size != row.start // size:  # only full pages are shared
-                self.pages.share(self.requests[row.request_id], row.start, stop)
+                request = self.requests[row.request_id]
+                if not (row.samples and drafts is not None and drafts.shares_later(request)):
+                    self.pages.share(request, row.start, stop)
                 if self.states is not None and not row.samples:
-                    self.states.save(self.requests[row.request_id], stop)
+                    self.states.save(request, stop, request.state_slot)
         # A preempted request is first in the queue. Admitting it here would undo the preemption.
         while self.waiting and budget > 0 and not preempted:
             if len(self.running) >= self.limits.max_num_seqs:
@@ -245,7 +269,7 @@ class Scheduler:
             started.append(request.start())
             self.pages.share(request, row.start, row.stop)
             if self.states is not None and not row.samples:
-                self.states.save(request, row.stop)
+                self.states.save(request, row.stop, request.state_slot)
             budget -= len(row.token_ids)
         if not rows:
             # Beams that wait may hold the slots or pages of a queued sequence.
@@ -259,11 +283,14 @@ class Scheduler:
             rows[request.request_id] = rows[request.request_id]._replace(pages=pages_by_group)
             started.append(request.start())
             del self._forked[request.request_id]
-        if self.proposer is not None and not self.waiting:
-            total = self._limits_now.token_budget - budget
-            if self._limits_now.shapes and total > len(rows):
-                budget = min(budget, get_room(self._limits_now.shapes, total, len(rows)))
-            self._speculate(self.proposer, rows, budget)
+        if drafts is not None:
+            if not self.waiting:
+                total = self._limits_now.token_budget - budget
+                if self._limits_now.shapes and total > len(rows):
+                    budget = min(budget, get_room(self._limits_now.shapes, total, len(rows)))
+                free_rows = self.limits.max_num_seqs - len(rows)
+                drafts.add_proposals(rows, self.requests, budget=budget, free_rows=free_rows)
+            drafts.place_states(rows, self.requests)
         steps = 1
         if self._limits_now.time.most > 1 and not self.waiting and not preempted:
             steps = self.reserve_steps(rows, 0)
@@ -309,9 +336,8 @@ class Scheduler:
                 request.num_computed = min(stop, request.num_tokens - 1)
                 if plan.steps > 1 or plan.ahead:
                     self.pages.share(request, row.start, request.num_computed)
-                if row.samples > 1 and self.proposer is not None:
-                    self.proposer.count(row.samples - 1, len(tokens) - 1)
-                    self.pages.share(request, row.known, request.num_computed)
+                if self.drafts is not None:
+                    self.drafts.settle(request, row, tokens)
             elif request.max_tokens == 0 and row.stop == request.num_tokens:
                 token_counts[row.request_id] = 0
                 request.finish_reason = "stop" if request.pooled else "length"
@@ -388,7 +414,9 @@ class Scheduler:
         if self.states is not None:
             for row in rows:
                 if row.samples:
-                    self.states.save(self.requests[row.request_id], row.stop + steps - 1)
+                    request = self.requests[row.request_id]
+                    slot = request.state_slot if row.states is None else row.states[1]
+                    self.states.save(request, row.stop + steps - 1, slot)
 
     # ---- parts
 
@@ -397,28 +425,6 @@ class Scheduler:
             return request.row(count, pages)
         start = request.num_computed
         return request.row(count, pages, self.encoder.index(request, start, start + count))
-
-    def _speculate(self, proposer: Proposer, rows: dict[str, PlanRow], budget: int) -> None:
-        """Add proposals to decoding rows while the step has free rows and tokens. Each proposal
-        uses a separate row."""
-        free = min(budget, self.limits.max_num_seqs - len(rows))
-        for name, row in rows.items():
-            request = self.requests[name]
-            remaining_tokens = request.max_tokens - len(request.output) - 1
-            most = min(proposer.most, free, remaining_tokens, self.pages.at_once - 1)
-            fixed = request.adjusted or request.branches
-            if most <= 0 or row.samples != 1 or len(row.token_ids) != 1 or fixed:
-                continue
-            proposed = proposer.propose(request, most)
-            if not proposed:
-                continue
-            more = self.pages.reserve(request, 1 + len(proposed))
-            if more is None:
-                continue
-            rows[name] = row.append_pages(more)._replace(
-                token_ids=[*row.token_ids, *proposed], samples=1 + len(proposed)
-            )
-            free -= len(proposed)
 
     def _order(self, request: Request) -> tuple[int, int]:
         first = request.priority if self.limits.policy == "priority" else 0
@@ -472,7 +478,7 @@ class Scheduler:
             return None
         self.waiting.pop(0)
         request.status = Status.RUNNING
-        request.slot = self._slots.pop()
+        request.slot = request.state_slot = self._slots.pop()
         if self.states is not None:
             self.states.restore(request)
         if request.num_cached is None:
@@ -518,7 +524,7 @@ class Scheduler:
         self._usual_output += (len(request.output) - self._usual_output) / 8
         del self.requests[request.request_id]
         if self.proposer is not None:
-            self.proposer.forget(request)
+            self.proposer.release(request)
 
     def _let_go(self, request: Request) -> None:
         self.pages.release(request)
@@ -527,7 +533,7 @@ class Scheduler:
             self.encoder.release(request)
         if request.slot is not None:
             self._slots.append(request.slot)
-            request.slot = None
+            request.slot = request.state_slot = None
 
 
 def is_decode(request: Request, row: PlanRow) -> bool:

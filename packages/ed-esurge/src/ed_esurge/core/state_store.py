@@ -131,9 +131,9 @@ class StateStore:
 
     def fork(self, parent: Request, child: Request) -> None:
         """Copy the state of a running sequence to the slot of a new one."""
-        assert parent.slot is not None, "the parent runs"
         assert child.slot is not None, "the child received a slot"
-        self._copies[child.slot] = self._copies.get(parent.slot, parent.slot)
+        assert parent.state_slot is not None, "the parent runs"
+        self._copies[child.slot] = self._copies.get(parent.state_slot, parent.state_slot)
         child.state_stop = parent.state_stop
 
     # ---- copies after a step
@@ -148,15 +148,16 @@ class StateStore:
                 return end - start
         return count
 
-    def save(self, request: Request, stop: int) -> None:
+    def save(self, request: Request, stop: int, slot: int | None) -> None:
         """Save the state that a planned row computes, if it is worth a place.
 
         Args:
             request: sequence of the row.
             stop: position after the last token of the row.
+            slot: slot of the state after the row.
         """
         is_spare = self._is_saved_at(request, stop)
-        if is_spare is None or request.slot is None:
+        if is_spare is None or slot is None:
             return
         index = stop // self.page_size
         if stop <= request.num_tokens:
@@ -171,7 +172,7 @@ class StateStore:
             self._planned_keys.add(request.page_keys[index - 1])
         request.state_stop = stop
         self._uncommitted[place] = UncommittedState(request, stop, is_spare)
-        self._saves.append((request.slot, place))
+        self._saves.append((slot, place))
 
     def awaits(self, request: Request) -> bool:
         """Return whether the planned step saves a state from which the request can continue with

@@ -46,7 +46,7 @@ class AbstractMemory(Memory):
             self._model.init_paged_cache,
             pages,
             self.page_size,
-            num_states=self.max_num_seqs + (self.num_states or 0),
+            num_states=self.num_state_slots,
         )
         create_state = partial(SamplerState.create, self.max_num_seqs, self._vocab_size)
         create_sums = partial(jnp.zeros, (self.max_num_seqs, self._width), jnp.float32)

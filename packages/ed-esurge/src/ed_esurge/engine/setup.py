@@ -16,16 +16,17 @@ from ed_models.modalities.items import EncoderItems, build_encoder_items
 from ed_models.protocol import LanguageModel
 from flax import nnx
 
-from ed_esurge.config import NOTHING, EngineConfig, Records
+from ed_esurge.config import NOTHING, STATES_PER_SEQUENCE, EngineConfig, Records
 from ed_esurge.core.encoder_cache import EncoderCache
 from ed_esurge.core.encoder_slots import EncoderSlots
 from ed_esurge.core.page_pool import pages_of_sequence
 from ed_esurge.core.pages import PageGroup
-from ed_esurge.core.proposals import PromptLookup, Proposer, ReceivedProposals
+from ed_esurge.core.proposals import Proposer, ReceivedProposals
 from ed_esurge.core.scheduler import Scheduler, StepLimits
 from ed_esurge.core.state_store import StateStore
 from ed_esurge.core.step_time import ONE_STEP, StepTime
 from ed_esurge.embedded_prompts import EmbeddedPrompts
+from ed_esurge.engine.draft_setup import check_draft, create_proposer
 from ed_esurge.grammars.store import Grammars
 from ed_esurge.model import (
     get_platform,
@@ -53,8 +54,6 @@ LEAST_TOKENS = 32
 CPU_SEQS = 16
 # Entry of the pool sizes with the number of saved recurrent states.
 STATES_POOL = "states"
-# Maximum number of saved states for each running sequence.
-STATES_PER_SEQUENCE = 16
 # Minimum number of tokens between two saved states of a sequence.
 STATE_SPACING = 64
 # Number of tokens between two saved states inside of a long prompt.
@@ -128,7 +127,7 @@ class Setup:
                     f"engine uses {positions}",
                 )
             longest = int(positions)
-        for name in ("batch_invariant", "speculative_config", "kv_offloading_size"):
+        for name in ("batch_invariant", "kv_offloading_size"):
             if getattr(config, name) not in (None, False) and is_recurrent(model):
                 raise ConfigError(
                     f"{name} is for models whose layers read keys and values: a recurrent layer "
@@ -172,6 +171,7 @@ class Setup:
             seq_buckets=config.max_num_seq_buckets,
             invariant=config.batch_invariant,
             steps=time.most,
+            drafts=config.speculative_config is not None and is_recurrent(model),
         )
         # On an accelerator, a step of a few tokens is as slow as a step of hundreds, so padding is
         # free.
@@ -189,7 +189,7 @@ class Setup:
             time=time,
         )
         if draft is not None:
-            _check_draft(model, draft, longest)
+            check_draft(model, draft, longest)
         encoder = None
         if is_encoder_decoder(model):
             _check_encoder_decoder(config)
@@ -199,6 +199,8 @@ class Setup:
         if items is not None:
             encoder = (max(ENCODER_STEPS * budget, items.longest), budget)
         windows = get_windows(model)
+        if draft is not None:
+            windows.setdefault(DRAFT_GROUP, None)
         return cls(
             *(model, config, limits, buckets, windows, draft, encoder, items),
             records=records,
@@ -272,6 +274,9 @@ class Setup:
             prefix_caching=self._shares_prefixes(),
             host_places=0 if runner.host is None else runner.host.places,
             proposer=self._proposer(runner),
+            second_states=self.limits.max_num_seqs + (runner.num_states or 0)
+            if self.buckets.drafts
+            else None,
             encoder=self._encoder_outputs(),
             states=states,
         )
@@ -292,23 +297,19 @@ class Setup:
 
     def _proposer(self, runner: Runner) -> Proposer | None:
         """Create the source of proposed tokens, or return None without speculation."""
-        speculative_config = self.config.speculative_config
-        if speculative_config is None:
-            return None
-        if self.draft is None:
-            return PromptLookup(speculative_config)
+        config = self.config.speculative_config
+        if config is None or self.draft is None:
+            return None if config is None else create_proposer(config)
         if not isinstance(runner, ModelRunner):
-            return ReceivedProposals(speculative_config.num_speculative_tokens)
+            # Every process plans the same number of proposals.
+            most = config.num_speculative_tokens
+            return ReceivedProposals(most, adapts=config.adaptive_length)
         pages = {DRAFT_GROUP: runner.num_pages[DRAFT_GROUP]}
-        memory = runner.host
-        drafting = self._runner(
-            pages, model=self.draft, host_places=0 if memory is None else memory.places
-        )
-        if memory is not None:
-            memory.draft = drafting.host
-        return DraftModel(
-            drafting, speculative_config.num_speculative_tokens, self.limits.token_budget
-        )
+        places = 0 if runner.host is None else runner.host.places
+        draft_runner = self._runner(pages, model=self.draft, host_places=places)
+        if runner.host is not None:
+            runner.host.draft = draft_runner.host
+        return DraftModel(draft_runner, config, self.limits.token_budget)
 
     def _runner(
         self,
@@ -321,7 +322,7 @@ class Setup:
     ) -> ModelRunner:
         return ModelRunner(
             model or self.model,
-            self.buckets,
+            self.buckets if model is None else self.buckets.without_drafts(),
             grammars=grammars,
             host_places=host_places,
             num_states=num_states,
@@ -343,6 +344,7 @@ class Setup:
             "encoder_rows": rows,
             "items": items,
             "encoder_length": None if is_draft else self.encoder_length,
+            "second_states": bool(self.buckets.drafts) and not is_draft,
             "records": self.records,
         }
 
@@ -540,39 +542,12 @@ def _check_together(
         )
 
 
-def _check_draft(model: LanguageModel, draft: LanguageModel, longest: int) -> None:
-    """Check that a draft model is compatible with the served model.
-
-    Raises:
-        ConfigError: the vocabularies differ, the draft model has windows or recurrent layers, the
-            served model has no full-attention layer, or the draft model has too few positions.
-    """
-    theirs, ours = get_vocab_size(draft), get_vocab_size(model)
-    if theirs != ours:
-        raise ConfigError(
-            f"the draft model has a vocabulary of {theirs} tokens and the model one of {ours}: "
-            "they must share their tokens"
-        )
-    if is_recurrent(draft) or get_windows(draft) != {DRAFT_GROUP: None}:
-        raise ConfigError(
-            "the draft model has layers with a window or a state: give one whose layers all see "
-            "every token"
-        )
-    if DRAFT_GROUP not in get_windows(model):
-        raise ConfigError("no layer of the model sees every token: use the method ngram")
-    positions = longest_sequence(draft.config)
-    if positions is not None and positions < longest:
-        raise ConfigError(
-            f"the draft model has {positions} positions and max_model_len is {longest}: lower it"
-        )
-
-
 def page_bytes(model: LanguageModel, page_size: int, group: str = "full") -> int:
     """Return the bytes of one page over all layers of a group, on the device with the largest
-    share."""
+    share; 0 if only a draft model has the group."""
     length = 1 if is_encoder_decoder(model) else None
     cache = model.init_paged_cache(1, page_size, num_states=1, encoder_length=length)
-    part = cache.caches[group] if isinstance(cache, HybridCache) else cache
+    part = cache.caches.get(group, ()) if isinstance(cache, HybridCache) else cache
     return device_bytes(part)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import copy, deepcopy
+
 import numpy as np
 
 from ed_esurge.core.plan import NewSequence, PlanRow
@@ -33,20 +36,52 @@ class Adjustment:
         self._seen[np.unique(prompt)] += 1
         # Number of counted tokens, forbidden tokens and the only allowed token on the device.
         self._held: tuple[int, frozenset[int], int | None] | None = None
-        self._begun = self._penalized = False
+        self._begun = self._penalized = self._drafted = False
+        self._proposed: Sequence[int] = ()
         penalty, budget = params.repetition_of_sequences, params.thinking_budget
         self._repetitions = None if penalty is None else Repetitions(penalty, self._tokens)
         self._thoughts = None if budget is None else LimitedThoughts(budget, output.tolist())
 
     def grow(self, row: PlanRow) -> None:
         """Append the new tokens of a row."""
-        for token in row.token_ids[max(len(self._tokens) - row.start, 0) :]:
-            self._tokens.append(token)
+        # Proposals of the last row that precede this row were accepted.
+        accepted_tokens = self._proposed[: max(row.start - len(self._tokens), 0)]
+        known = row.token_ids[max(len(self._tokens) - row.start, 0) : row.known - row.start]
+        for token in (*accepted_tokens, *known):
+            self._append(token)
             self._seen[token] += 2
-            if self._repetitions is not None:
-                self._repetitions.append(token)
-            if self._thoughts is not None:
-                self._thoughts.append(token)
+        self._proposed = row.proposed
+        if self._drafted and self._held is not None:
+            # The device has counted exactly the accepted tokens.
+            self._held = (len(self._tokens), *self._held[1:])
+        self._drafted = False
+
+    def _append(self, token: int) -> None:
+        self._tokens.append(token)
+        if self._repetitions is not None:
+            self._repetitions.append(token)
+        if self._thoughts is not None:
+            self._thoughts.append(token)
+
+    def count_valid(self, proposed: Sequence[int]) -> int:
+        """Return the number of proposed tokens after which the biases and masks of the row of the
+        sampler's state are those of the next token. The device counts the tokens itself."""
+        if self._penalized:
+            return 0
+        now, count = (self._get_banned_tokens(), self._get_forced_token()), len(self._tokens)
+        ahead = copy(self)  # with the same list of tokens
+        ahead._repetitions, ahead._thoughts = deepcopy((self._repetitions, self._thoughts))
+        valid = 0
+        for token in proposed:
+            ahead._append(token)
+            repeated = ahead._repetitions
+            if repeated is not None and len(repeated.penalties()[0]):
+                break
+            if (ahead._get_banned_tokens(), ahead._get_forced_token()) != now:
+                break
+            valid += 1
+        del self._tokens[count:]
+        return valid
 
     def update(self) -> Line | None:
         """Return the row of the sampler's state if the row must be written before the next
@@ -71,8 +106,10 @@ class Adjustment:
         self._held = None
 
     def record_samples(self, count: int) -> None:
-        """Record that the device counts `count` more tokens."""
+        """Record that the device counts `count` sampled tokens, or the accepted ones of them if
+        tokens were proposed."""
         assert self._held is not None, "a line is written before its sequence samples"
+        self._drafted = count > 1
         self._held = (self._held[0] + count, *self._held[1:])
 
     def _get_banned_tokens(self) -> frozenset[int]:

@@ -16,7 +16,13 @@ from ed_layers.cache import RaggedBatch
 
 from ed_esurge.core.plan import PlanRow, StepPlan
 from ed_esurge.runner.buckets import StepShape
-from ed_esurge.runner.row_numbers import OF_ROW, OF_SEQUENCE, OF_STEP, split_columns
+from ed_esurge.runner.row_numbers import (
+    NO_PROPOSAL,
+    OF_ROW,
+    OF_SEQUENCE,
+    OF_STEP,
+    split_columns,
+)
 from ed_esurge.runner.slots import SlotTables
 
 
@@ -57,6 +63,7 @@ class Fields:
         groups: names of the page groups.
         featured: whether tokens may have encoder outputs.
         has_axes: whether tokens have rotary positions along several axes.
+        drafts: whether rows have separate slots of the recurrent state before and after the step.
     """
 
     def __init__(
@@ -65,8 +72,10 @@ class Fields:
         groups: tuple[str, ...],
         featured: bool = False,
         has_axes: bool = False,
+        drafts: bool = False,
     ) -> None:
         self.shape, self.groups, self.featured = shape, groups, featured
+        self.drafts = drafts
         self.shapes: dict[str, tuple[int, ...]] = {
             "token_ids": (shape.tokens,),
             "seq_of_token": (shape.tokens,),
@@ -110,6 +119,10 @@ class Fields:
             prompt_lens=row["prompt_lens"],
             adapter_ids=row["adapter_ids"],
         )
+        if self.drafts:
+            merge = self.shape.drafts or not self.shape.decodes
+            sources, targets = row["state_sources"], row["state_targets"]
+            ragged = ragged.with_states(sources, targets, merge=merge)
         token_ids, features = part["token_ids"][None], part.get("features")
         positions = part.get("positions")
         return StepInput(
@@ -130,6 +143,7 @@ class BatchBuilder:
             range, so that writes to it are dropped.
         featured: shapes whose tokens may have encoder outputs.
         has_axes: whether tokens have rotary positions along several axes.
+        drafts: whether a recurrent model verifies drafts; see `Fields`.
     """
 
     def __init__(
@@ -141,8 +155,9 @@ class BatchBuilder:
         separate_rows: bool = False,
         featured: Collection[StepShape] = (),
         has_axes: bool = False,
+        drafts: bool = False,
     ) -> None:
-        self._featured, self._has_axes = featured, has_axes
+        self._featured, self._has_axes, self._drafts = featured, has_axes, drafts
         self.page_size, self.apart = page_size, separate_rows
         self.nowhere = {group: pages * page_size for group, pages in num_pages.items()}
         self._slots = slots
@@ -153,7 +168,8 @@ class BatchBuilder:
         """Return the layout of a shape's buffer."""
         if shape not in self._fields:
             featured = shape in self._featured
-            self._fields[shape] = Fields(shape, tuple(self.nowhere), featured, self._has_axes)
+            groups = tuple(self.nowhere)
+            self._fields[shape] = Fields(shape, groups, featured, self._has_axes, self._drafts)
         return self._fields[shape]
 
     def empty(self, shape: StepShape) -> np.ndarray:
@@ -174,9 +190,9 @@ class BatchBuilder:
         """
         fields, slot_tables = self.fields(shape), self._slots
         planned, places = plan.rows, range(len(plan.rows))
-        tokens = plan.total
-        if tokens != len(planned) and (self.apart or plan.lines != len(planned)):
-            planned, places = self._separate(planned)
+        tokens, apart = plan.total, self.apart or shape.drafts
+        if tokens != len(planned) and (apart or plan.lines != len(planned)):
+            planned, places = self._separate(planned, apart)
         count, nobody = len(planned), slot_tables.num_slots
         buffer = np.empty(fields.size, np.int32)
         starts = np.array([row.start for row in planned], np.int32)
@@ -204,6 +220,13 @@ class BatchBuilder:
         row_slots = np.array([row.slot for row in planned] + padding)
         rows, edge = fields.view(buffer, "rows"), len(OF_ROW) + len(OF_SEQUENCE)
         rows[0, :count] = starts + lengths
+        rows[2:4], rows[4] = row_slots, NO_PROPOSAL
+        if self._drafts:
+            for index, row in enumerate(planned):
+                if row.states is not None:
+                    rows[2:4, index] = row.states
+        for index, token in slot_tables.get_proposals(plan.rows, places):
+            rows[4, index] = token
         slot_tables.numbers.take(row_slots, axis=1, out=rows[len(OF_ROW) :], mode="clip")
         idle = [index for index, row in enumerate(planned) if not row.samples]
         if idle:
@@ -223,8 +246,13 @@ class BatchBuilder:
             axes[:, :tokens] = slot_tables.rotary_positions(row_slots[token_rows], positions)
         return buffer, places
 
-    def _separate(self, planned: Sequence[PlanRow]) -> tuple[list[PlanRow], list[int]]:
-        """Split rows with proposals, or all rows if `separate_rows`, into one row per token.
+    @staticmethod
+    def _separate(planned: Sequence[PlanRow], apart: bool) -> tuple[list[PlanRow], list[int]]:
+        """Split rows into one row for the known tokens, and one row for each proposal.
+
+        Args:
+            planned: the rows of a plan.
+            apart: whether each known token has a row, too.
 
         Returns:
             the rows, and for each row of the plan the index of its first sampled row.
@@ -232,16 +260,18 @@ class BatchBuilder:
         lines: list[PlanRow] = []
         places: list[int] = []
         for row in planned:
-            if not self.apart and row.samples <= 1:
+            if not apart and row.samples <= 1:
                 places.append(len(lines))
                 lines.append(row)
                 continue
-            start, silent = row.start, len(row.token_ids) - row.samples
-            places.append(len(lines) + min(silent, len(row.token_ids) - 1))
-            for index, token in enumerate(row.token_ids):
-                line = PlanRow(row.request_id, row.slot, start + index, (token,), {})
-                features = row.features[index : index + 1]
-                lines.append(line._replace(samples=int(index >= silent), features=features))
+            last = len(row.token_ids) - max(row.samples, 1)  # index of the last known token
+            places.append(len(lines) + (last if apart else 0))
+            ends = [index + 1 for index in range(0 if apart else last, len(row.token_ids))]
+            for first, end in zip([0, *ends], ends, strict=False):
+                line = row._replace(start=row.start + first, token_ids=row.token_ids[first:end])
+                samples = int(row.samples > 0 and end > last)
+                features = row.features[first:end]
+                lines.append(line._replace(pages={}, samples=samples, features=features))
         return lines, places
 
     def _frame(self, fields: Fields, lengths: np.ndarray) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 # A prefill of few sequences should not compute the logits of many rows.
@@ -19,15 +20,18 @@ class StepShape:
         seqs: number of rows n.
         pages: number of page table columns p. Attention uses the real lengths, so one size is
             sufficient.
+        drafts: whether rows of one token each may belong to one sequence, and recurrent layers
+            compute them one after another.
     """
 
     tokens: int
     seqs: int
     pages: int
+    drafts: bool = False
 
     @property
     def decodes(self) -> bool:
-        """Whether every sequence has at most one token."""
+        """Whether every row has at most one token."""
         return self.tokens == self.seqs
 
 
@@ -44,6 +48,7 @@ class Buckets:
         seq_buckets: ascending numbers of sequences of the decode shapes; None: the default above.
         invariant: whether to use one shape for every step, with a separate row for each token.
         steps: maximum number of decode steps of one program.
+        drafts: whether a recurrent model verifies drafts, which adds a shape for each decode shape.
     """
 
     def __init__(
@@ -56,8 +61,10 @@ class Buckets:
         seq_buckets: Sequence[int] | None = None,
         invariant: bool = False,
         steps: int = 1,
+        drafts: bool = False,
     ) -> None:
         self.invariant, self.steps = invariant, steps
+        self.drafts: tuple[StepShape, ...] = ()
         if invariant:
             self.prefill_tokens = (max_num_tokens,)
             self.decode = self.prefill = (StepShape(max_num_tokens, max_num_tokens, pages),)
@@ -68,6 +75,8 @@ class Buckets:
         largest = max(max_num_tokens, max_num_seqs + 1)
         self.prefill_tokens = tuple(geometric_lengths(min(max(min_tokens, 2), largest), largest, 4))
         self.decode = tuple(StepShape(s, s, pages) for s in seqs)
+        if drafts:
+            self.drafts = tuple(StepShape(s, s, pages, drafts=True) for s in seqs if s > 1)
         prefill = set()
         for tokens in self.prefill_tokens:
             most = max(s for s in (1, *seqs) if s < tokens)
@@ -79,7 +88,13 @@ class Buckets:
     @property
     def shapes(self) -> tuple[StepShape, ...]:
         """All shapes, ascending."""
-        return tuple(sorted({*self.decode, *self.prefill}))
+        return tuple(sorted({*self.decode, *self.prefill, *self.drafts}))
+
+    def without_drafts(self) -> Buckets:
+        """Return the shapes of a model that verifies no drafts."""
+        buckets = copy(self)
+        buckets.drafts = ()
+        return buckets
 
     def get_decode_shape(self, seqs: int) -> StepShape:
         """Return the decode shape with this number of rows."""
@@ -94,6 +109,17 @@ class Buckets:
         """
         most = self.prefill[-1].seqs
         return next(shape for shape in self.prefill if shape.seqs == most)
+
+    def pick_drafts(self, tokens: int, seqs: int, *, prefill: bool = False) -> StepShape:
+        """Return the cheapest shape for sequences with several tokens each. With `drafts`, a draft
+        shape if it has a row for each token.
+
+        Args:
+            tokens, seqs, prefill: see `pick`.
+        """
+        if not prefill and self.drafts and tokens <= self.drafts[-1].seqs:
+            return next(shape for shape in self.drafts if shape.seqs >= tokens)
+        return self.pick(tokens, seqs, prefill=prefill or bool(self.drafts))
 
     def pick(self, tokens: int, seqs: int, *, prefill: bool = False) -> StepShape:
         """Return the cheapest shape that fits a step.

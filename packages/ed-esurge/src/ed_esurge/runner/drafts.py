@@ -13,8 +13,10 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
+from ed_esurge.config import SpeculativeConfig
+from ed_esurge.core.drafts import has_drafts
 from ed_esurge.core.plan import NewSequence, PlanRow, StepPlan
-from ed_esurge.core.proposals import Proposals, Proposer
+from ed_esurge.core.proposals import DraftKind, Proposals, Proposer
 from ed_esurge.core.request import Request, Status
 from ed_esurge.runner.model_runner import ModelRunner
 from ed_esurge.sampling import SamplingParams
@@ -28,14 +30,14 @@ class DraftModel(Proposer):
 
     Args:
         runner: runner of the draft model, with the slots, pages and shapes of the served model.
-        most: maximum number of proposals for a sequence in one step.
+        config: options with `method: draft_model`.
         token_budget: maximum number of tokens in one step.
     """
 
     repeatable = False
 
-    def __init__(self, runner: ModelRunner, most: int, token_budget: int) -> None:
-        super().__init__(most)
+    def __init__(self, runner: ModelRunner, config: SpeculativeConfig, token_budget: int) -> None:
+        super().__init__(config.num_speculative_tokens, adapts=config.adaptive_length)
         self.runner, self._budget = runner, token_budget
         self._computed: dict[str, int] = {}  # number of tokens with keys and values
         self._pages: dict[str, list[int]] = {}  # pages not passed to the runner yet
@@ -84,7 +86,7 @@ class DraftModel(Proposer):
             budget -= stop - start
             remaining_tokens = request.max_tokens - len(request.output)
             wants_draft = row.samples and stop == request.num_tokens and remaining_tokens > 1
-            drafts = int(wants_draft and not waits and not request.adjusted)
+            drafts = int(wants_draft and not waits and self._is_useful(request))
             tokens = request.tokens(start, stop)
             rows.append(
                 PlanRow(row.request_id, row.slot, start, tokens, {DRAFT_GROUP: pages}, drafts)
@@ -95,6 +97,9 @@ class DraftModel(Proposer):
             names = [row.request_id for row in rows if row.request_id in self._starts]
             started = tuple(self._starts.pop(name) for name in names)
             self._draft(StepPlan(plan.step, tuple(rows), started), requests)
+
+    def _is_useful(self, request: Request) -> bool:
+        return has_drafts(request) and self.get_limit(request) > 0
 
     def _draft(self, plan: StepPlan, requests: Mapping[str, Request]) -> None:
         for ahead in range(self.most):
@@ -108,7 +113,7 @@ class DraftModel(Proposer):
                 if not ahead:
                     self._drafts[row.request_id] = request.num_tokens, []
                 self._drafts[row.request_id][1].append(token)
-                if row.stop < self._room(request):
+                if row.stop < self._room(request) and ahead + 1 < self.get_limit(request):
                     rows.append(PlanRow(row.request_id, row.slot, row.stop, (token,), {}, 1))
             if not rows:
                 return
@@ -154,3 +159,6 @@ def _strip_adjustments(new: NewSequence) -> NewSequence:
         option_names = ("temperature", "top_k", "top_p", "min_p")
         params = SamplingParams(**{name: getattr(params, name) for name in option_names})
     return replace(new, params=params, end_token_ids=(), bad_token_ids=(), adapter=0, rules=None)
+
+
+DRAFT_MODEL_KIND = DraftKind(None)

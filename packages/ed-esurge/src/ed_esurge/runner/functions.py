@@ -308,6 +308,7 @@ class Functions:
         sizes = (*sizes, self._uncompiled.max_logprobs)
         sizes = (*sizes, self._uncompiled.records) if any(self._uncompiled.records) else sizes
         sizes = sizes if memory.num_states is None else (*sizes, ("states", memory.num_states))
+        sizes = (*sizes, "second states") if memory.second_states else sizes
         encoder = memory.encoder_rows or memory.encoder_length
         sizes = (*sizes, encoder) if encoder else sizes
         parts = (weights.graphdefs, weights.like, self._buckets, sizes)

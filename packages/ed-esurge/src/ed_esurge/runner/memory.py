@@ -29,6 +29,7 @@ class Memory:
         encoder_features: number of columns of the table.
         encoder_length: encoder positions of a sequence of an encoder-decoder; None for others.
         num_states: number of saved recurrent states; None = states are not copied.
+        second_states: whether each sequence has a second slot for its recurrent state.
 
     Attributes:
         encoded: table of encoder outputs [encoder_rows, encoder_features], or None.
@@ -48,8 +49,9 @@ class Memory:
         encoder_features: int = 0,
         encoder_length: int | None = None,
         num_states: int | None = None,
+        second_states: bool = False,
     ) -> None:
-        self.num_states = num_states
+        self.num_states, self.second_states = num_states, second_states
         self.encoder_rows, self.encoder_length = encoder_rows, encoder_length
         self._encoder_features = encoder_features
         self.encoded: jax.Array | None = None
@@ -72,7 +74,7 @@ class Memory:
             cache = self._model.init_paged_cache(
                 pages,
                 self.page_size,
-                num_states=self.max_num_seqs + (self.num_states or 0),
+                num_states=self.num_state_slots,
                 encoder_length=self.encoder_length,
             )
         # Committed like the outputs of a step: jit would trace again for an uncommitted array.
@@ -84,6 +86,12 @@ class Memory:
             shape = (self.encoder_rows, self._encoder_features)
             self.encoded = self.replicate_arrays(zeros(shape, dtype))
         return self.cache
+
+    @property
+    def num_state_slots(self) -> int:
+        """Number of slots of recurrent states: one for each sequence, one for each saved state, and
+        with `second_states` another one for each sequence."""
+        return self.max_num_seqs * (1 + self.second_states) + (self.num_states or 0)
 
     def free(self) -> None:
         """Free the pages and states."""
@@ -118,9 +126,9 @@ class Memory:
 
     def saved_state_bytes(self) -> int:
         """Return the bytes of all saved recurrent states over all devices."""
-        rows = self.max_num_seqs + (self.num_states or 0)
         arrays = jax.tree.leaves([*get_recurrent_caches(self.cache).values()])
-        return sum(leaf.nbytes for leaf in arrays) // rows * (self.num_states or 0)
+        one = sum(leaf.nbytes for leaf in arrays) // self.num_state_slots
+        return one * (self.num_states or 0)
 
     # ---- placement of arrays
 

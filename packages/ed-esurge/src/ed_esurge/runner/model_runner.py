@@ -53,6 +53,8 @@ class ModelRunner:
         items: the items of the encoder whose outputs are in the table.
         encoder_length: encoder positions of a sequence of an encoder-decoder; None for others.
         num_states: number of saved recurrent states; None = states are not copied.
+        second_states: whether each sequence has a second slot for its recurrent state, so that
+            drafts can be verified.
         records: what results contain in addition.
     """
 
@@ -75,6 +77,7 @@ class ModelRunner:
         items: EncoderItems | None = None,
         encoder_length: int | None = None,
         num_states: int | None = None,
+        second_states: bool = False,
         records: Records = NOTHING,
     ) -> None:
         self.buckets, self.items = buckets, items
@@ -92,6 +95,7 @@ class ModelRunner:
             encoder_features=0 if items is None else items.features,
             encoder_length=encoder_length,
             num_states=num_states,
+            second_states=second_states,
         )
         guides = Guides(grammars, max_num_seqs, self.vocab_size, self.memory.replicate_arrays)
         self._slots = SlotTables(
@@ -108,6 +112,7 @@ class ModelRunner:
             separate_rows=buckets.invariant,
             featured=buckets.prefill if encoder_rows else (),
             has_axes=items is not None and items.has_axes,
+            drafts=second_states,
         )
         self.max_logprobs = min(max_logprobs, self.vocab_size)
         """Number of alternatives that a step returns."""
@@ -268,7 +273,8 @@ class ModelRunner:
         pooled = True in [row.pools for row in plan.rows]
         lines = plan.total if self.buckets.invariant else plan.lines
         featured = self._encoder is not None and any(row.features for row in plan.rows)
-        shape = self.buckets.pick(plan.total, lines, prefill=scored or pooled or featured)
+        pick = self.buckets.pick_drafts if plan.has_prompts else self.buckets.pick
+        shape = pick(plan.total, lines, prefill=scored or pooled or featured)
         if not functions.usable(shape):
             shape = self.buckets.generic
         buffer, places = self._builder.build(plan, shape)

@@ -9,7 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 # Numbers of a row that change with every step. The numbers of its slot follow.
-OF_ROW = ("kv_lens", "logits_at")
+# `state_sources` and `state_targets` are the slots of the recurrent state before and after the
+# step. `proposals` is the proposed token that a row verifies, or one of the two numbers below.
+OF_ROW = ("kv_lens", "logits_at", "state_sources", "state_targets", "proposals")
+# A row that verifies no proposed token, and a row whose token is dropped in any case.
+NO_PROPOSAL, DROPPED = -1, -2
 OF_SEQUENCE = ("state_slots", "prompt_lens", "adapter_ids")
 # Rows that do not sample use the sampling numbers of the empty slot.
 OF_SAMPLING = (

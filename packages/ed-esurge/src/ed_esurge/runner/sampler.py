@@ -21,11 +21,19 @@ from ed_layers.sums import logsumexp
 from ed_models.generation.sampling import first_argmax, in_nucleus, penalize_repetition
 from jaxtyping import Array, Bool, Float, Int
 
-from ed_esurge.runner.row_numbers import OF_SAMPLING, OF_STEP, split_columns
+from ed_esurge.runner.row_numbers import (
+    DROPPED,
+    NO_PROPOSAL,
+    OF_SAMPLING,
+    OF_STEP,
+    split_columns,
+)
 
 # Rows with filters (top-k, top-p, min-p) use this number of most probable tokens, and the whole
 # vocabulary only if the filters keep more tokens.
 CANDIDATES = 128
+# Index of no row: writes to it are dropped.
+DROP = 2**30
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,9 @@ class SamplerRows:
         processed: 1 for log-probabilities of the distribution that the row samples from, 0 for
             those of the model.
         mirostat: version of mirostat; 0 = off. Its filter is part of `allowed`.
+        proposal: the proposed token that the row verifies: the token before the sampled one.
+            `NO_PROPOSAL`: a known token. `DROPPED`: the sampled token is not used. The rows of a
+            sequence are consecutive.
     """
 
     slot: Int[Array, " n"]
@@ -59,12 +70,14 @@ class SamplerRows:
     mirostat: Int[Array, " n"]
     mirostat_tau: Float[Array, " n"]
     mirostat_eta: Float[Array, " n"]
+    proposal: Int[Array, " n"] | None = None
 
     @classmethod
     def of(cls, numbers: Int[Array, "k n"]) -> SamplerRows:
         """Return the rows of the numbers of a step, by `OF_STEP`."""
         named = split_columns(numbers, OF_STEP)
-        return cls(position=named["kv_lens"], **{name: named[name] for name in OF_SAMPLING})
+        options = {name: named[name] for name in OF_SAMPLING}
+        return cls(position=named["kv_lens"], proposal=named["proposals"], **options)
 
 
 _STATE = ["bias", "seen", "last", "mu"]
@@ -188,14 +201,19 @@ def sample_with_mask(
         limited = jnp.any(allowed != -1)
         adjusted = jax.lax.cond(limited, lambda: permit(adjusted, allowed), lambda: adjusted)
     tokens, cutoff, scores = _choose(logits, adjusted, rows, max_logprobs, cutoffs=masks)
-    seen = state.seen.at[rows.slot, tokens].add(2, mode="drop")
+    marked_tokens = mark_nonfinite_rows(tokens, logits)
+    counted_slots = rows.slot
+    if rows.proposal is not None:
+        marked_tokens = jnp.where(rows.proposal == DROPPED, -1, marked_tokens)
+        counted_slots = jnp.where(are_accepted(rows.proposal, marked_tokens), rows.slot, DROP)
+    seen = state.seen.at[counted_slots, tokens].add(2, mode="drop")
     controlled = jnp.any(rows.mirostat > 0)
     mu = jax.lax.cond(
         controlled, lambda: limits_after(adjusted, rows, state.mu, tokens), lambda: state.mu
     )
     new_state = replace(state, seen=seen, mu=mu)
     mask = bits(jnp.isfinite(sampled_from(adjusted, rows, cutoff, tokens))) if masks else None
-    return SampledTokens(mark_nonfinite_rows(tokens, logits), *scores), new_state, mask
+    return SampledTokens(marked_tokens, *scores), new_state, mask
 
 
 def sample_plain(
@@ -289,11 +307,44 @@ def adjust(logits: jax.Array, rows: SamplerRows, state: SamplerState) -> jax.Arr
     """Apply penalties, then bias and masks. Rows without a slot are returned unchanged."""
     bias = state.bias.at[rows.slot].get(mode="fill", fill_value=0)
     seen = state.seen.at[rows.slot].get(mode="fill", fill_value=0)
+    if (proposal := rows.proposal) is not None:
+        is_drafted = jnp.any((proposal >= 0) & (rows.slot < state.bias.shape[0]))
+        seen = jax.lax.cond(
+            is_drafted, lambda seen: count_proposals(seen, proposal), lambda seen: seen, seen
+        )
     logits = penalize_repetition(logits, seen > 0, rows.repetition_penalty[:, None])
     count = seen >> 1
     logits = logits - rows.frequency_penalty[:, None] * count
     logits = logits - rows.presence_penalty[:, None] * (count > 0)
     return logits + bias
+
+
+def precedes(proposal: Int[Array, " n"]) -> Bool[Array, "n n"]:
+    """Return whether the second row is a proposal of the sequence of the first row, at the same
+    place or before."""
+    index = jnp.arange(len(proposal))
+    is_proposal = proposal != NO_PROPOSAL
+    first = jax.lax.cummax(jnp.where(is_proposal, 0, index))
+    before = (index <= index[:, None]) & (first == first[:, None])
+    return before & is_proposal
+
+
+def count_proposals(seen: Int[Array, "n v"], proposal: Int[Array, " n"]) -> Int[Array, "n v"]:
+    """Return the counts of each row with the proposals of its sequence up to the row."""
+    rows = jnp.arange(len(proposal))[:, None]
+    return seen.at[rows, jnp.maximum(proposal, 0)].add(2 * precedes(proposal))
+
+
+def are_accepted(proposal: Int[Array, " n"], tokens: Int[Array, " n"]) -> Bool[Array, " n"]:
+    """Return whether the sequence of each row receives the token that the row sampled: each
+    proposal up to the row equals the token that the row before sampled.
+
+    Args:
+        proposal: see `SamplerRows`.
+        tokens: sampled tokens; -1 = none.
+    """
+    equal = (proposal == jnp.roll(tokens, 1)) & (tokens >= 0)
+    return jnp.all(equal | ~precedes(proposal), axis=1)
 
 
 def permit(logits: Float[Array, "n v"], allowed: Int[Array, "n w"]) -> Float[Array, "n v"]:

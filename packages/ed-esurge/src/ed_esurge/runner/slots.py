@@ -7,7 +7,7 @@ on the device. The host writes this row when the masks change. The device update
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from ed_esurge.core.request import RequestError, is_adjusted
 from ed_esurge.runner.adjustment import Adjustment, Line
 from ed_esurge.runner.guides import Guides
 from ed_esurge.runner.row_numbers import (
+    DROPPED,
     OF_FILTERS,
     OF_SAMPLING,
     OF_SEQUENCE,
@@ -59,6 +60,8 @@ class SlotTables:
         self._offsets = np.zeros(num_slots + 1, np.int32)
         self._new: list[NewSequence | None] = [None] * num_slots
         self._adjusted: list[Adjustment | None] = [None] * num_slots
+        # Request id -> number of proposals for which the row of the sampler's state is valid.
+        self._num_valid: dict[str, int] = {}
         # Index `num_slots` is out of range, so that writes to it are dropped.
         self._rows.set(
             num_slots,
@@ -85,6 +88,7 @@ class SlotTables:
             RequestError: a sequence cannot be prepared.
         """
         adjusted: list[tuple[Adjustment, int, Line | None]] = []
+        self._num_valid.clear()
         name = ""
         try:
             for new in plan.started:
@@ -98,6 +102,8 @@ class SlotTables:
                 adjustment = self._adjusted[row.slot] if row.samples else None
                 if adjustment is not None:
                     adjusted.append((adjustment, row.samples, adjustment.update()))
+                    if row.samples > 1:
+                        self._num_valid[name] = adjustment.count_valid(row.proposed)
         except Exception as error:
             raise RequestError(name) from error
         return adjusted
@@ -191,6 +197,21 @@ class SlotTables:
         adjustment = self._adjusted[row.slot]
         if adjustment is not None:
             adjustment.grow(row)
+
+    def get_proposals(
+        self, rows: Sequence[PlanRow], places: Sequence[int]
+    ) -> Iterator[tuple[int, int]]:
+        """Yield the row on the device of each proposed token, and the token, or `DROPPED`.
+
+        Args:
+            rows: rows of a plan.
+            places: for each row of the plan, the index of its first sampled row.
+        """
+        for row, place in zip(rows, places, strict=True):
+            if row.samples > 1:
+                valid = self._num_valid.get(row.request_id, row.samples)
+                for index, token in enumerate(row.proposed):
+                    yield place + 1 + index, token if index < valid else DROPPED
 
     def rotary_positions(self, slots: np.ndarray, numbers: np.ndarray) -> np.ndarray:
         """Return the rotary positions of tokens along time, height and width, [3, T].

@@ -26,7 +26,7 @@ from ed_esurge.runner.batch import BatchBuilder, StepInput
 from ed_esurge.runner.buckets import Buckets, StepShape
 from ed_esurge.runner.guides import Guides, words
 from ed_esurge.runner.hidden_states import pool_states, score_states
-from ed_esurge.runner.host_pages import PAGES_AT_ONCE, copy_pages
+from ed_esurge.runner.host_pages import PAGES_AT_ONCE, copy_pages, groups
 from ed_esurge.runner.memory import Memory, copy_states
 from ed_esurge.runner.row_numbers import OF_FILTERS, OF_SAMPLING, OF_STEP
 from ed_esurge.runner.sampler import (
@@ -253,8 +253,8 @@ class UncompiledFunctions:
 
     def numbers_of_copies(self) -> dict[str, np.ndarray]:
         """Return the second argument of `copy_pages`, for copies of page 0 to itself."""
-        groups = self.memory.num_pages
-        return {group: np.zeros((2, PAGES_AT_ONCE), np.int32) for group in groups}
+        page_groups = groups(self._abstract_arrays()[0])  # without those of a draft model
+        return {group: np.zeros((2, PAGES_AT_ONCE), np.int32) for group in page_groups}
 
     def numbers_of_state_copies(self, copies: StateCopies) -> tuple[np.ndarray, np.int32]:
         """Return the arguments of `copy_states` after the cache."""

@@ -372,14 +372,18 @@ class TokenCollector(Collector):
         return []
 
 
+#: vLLM's name of the counters of accepted tokens by position. Their statistics end with a position.
+_ACCEPTED_BY_PLACE = "vllm:spec_decode_num_accepted_tokens_per_pos"
+
+
 class EngineCollector(Collector):
     """Reads the statistics of the engines when Prometheus scrapes the server.
 
     The statistics of a replica are a mapping with `num_requests_running`, `num_requests_waiting`,
     `kv_cache_usage` (0 … 1), `prefix_cache_queries`, `prefix_cache_hits` (tokens),
     `num_preemptions`, `recompiles` (after the warmup) and `programs_pending`. Speculative decoding
-    adds `spec_decode_num_drafts`, `spec_decode_num_draft_tokens` and
-    `spec_decode_num_accepted_tokens`.
+    adds `spec_decode_num_drafts`, `spec_decode_num_draft_tokens`, `spec_decode_num_accepted_tokens`
+    (also by `position`, as `spec_decode_num_accepted_tokens_per_pos`) and `spec_decode_num_pauses`.
     Pages in host memory add `external_prefix_cache_queries`, `external_prefix_cache_hits` (tokens),
     `kv_offload_store_bytes`, `kv_offload_load_bytes` and `kv_offload_cpu_cache_usage` (0 … 1).
     An encoder adds `mm_cache_queries`, `mm_cache_hits` (items), `encoder_cache_usage` (0 … 1),
@@ -412,6 +416,7 @@ class EngineCollector(Collector):
         "vllm:spec_decode_num_drafts": "Drafts of tokens.",
         "vllm:spec_decode_num_draft_tokens": "Tokens in drafts.",
         "vllm:spec_decode_num_accepted_tokens": "Draft tokens accepted by the model.",
+        "esurge:spec_decode_num_pauses": "Requests whose drafts were switched off for a time.",
     }
 
     def __init__(self, engines: Mapping[str, ReadStats]) -> None:
@@ -432,6 +437,19 @@ class EngineCollector(Collector):
                             family.add_metric([model_name, str(index)], numbers[key])
                 if family.samples:
                     yield family
+        family = CounterMetricFamily(
+            _ACCEPTED_BY_PLACE,
+            "Accepted draft tokens by position in the draft.",
+            labels=["model_name", "engine", "position"],
+        )
+        prefix = f"{_ACCEPTED_BY_PLACE.partition(':')[2]}_"
+        for model_name, replicas in stats.items():
+            for index, numbers in enumerate(replicas):
+                for key in (key for key in numbers if key.startswith(prefix)):
+                    labels = [model_name, str(index), key.removeprefix(prefix)]
+                    family.add_metric(labels, numbers[key])
+        if family.samples:
+            yield family
 
     def describe(self) -> Iterable[Metric]:
         return []

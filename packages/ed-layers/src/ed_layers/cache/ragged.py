@@ -5,7 +5,7 @@ Legend: T flat tokens (padded to a bucket), n sequence slots (padded), p pages p
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,9 @@ class RaggedBatch:
         adapter_ids: index of each sequence's LoRA adapter, 0 = none; [n]. None = no adapters.
         ahead: number of later tokens of the sequence that each token attends to; [T]. These tokens
             are part of the same step. None = 0.
+        state_targets: slot that receives each sequence's recurrent state after the step; [n].
+            None = `state_slots`.
+        of_states: the batch for recurrent layers, if it differs; see `merge_lines`. Without pages.
     """
 
     cu_q_lens: Int[Array, " n1"]
@@ -51,6 +54,8 @@ class RaggedBatch:
     prompt_lens: Int[Array, " n"] | None = None
     adapter_ids: Int[Array, " n"] | None = None
     ahead: Int[Array, " T"] | None = None
+    state_targets: Int[Array, " n"] | None = None
+    of_states: RaggedBatch | None = None
 
     @property
     def q_lens(self) -> Int[Array, " n"]:
@@ -78,6 +83,49 @@ class RaggedBatch:
             return None
         seq = jnp.clip(self.seq_of_token, 0, self.kv_lens.shape[0] - 1)
         return self.adapter_ids[seq][None]
+
+    def with_states(
+        self, sources: Int[Array, " n"], targets: Int[Array, " n"], *, merge: bool
+    ) -> RaggedBatch:
+        """Return the batch with separate slots of the states before and after the step.
+
+        Args:
+            sources, targets: slots of the states that recurrent layers read and write.
+            merge: whether recurrent layers merge consecutive entries with equal `state_slots`: the
+                tokens of one sequence, each with an entry of its own. Attention computes such
+                tokens in parallel, and a recurrence one after another.
+        """
+        if not merge:
+            of_states = replace(self, state_slots=sources, state_targets=targets)
+            return replace(self, of_states=replace(of_states, slots={}, page_table={}))
+        n = self.kv_lens.shape[0]
+        index = jnp.arange(n)
+        begins = (self.state_slots != jnp.roll(self.state_slots, 1)) | (index == 0)
+        begins |= index >= self.num_seqs
+        row = jnp.cumsum(begins, dtype=jnp.int32) - 1
+        # Entry of each row: its first, and for lengths its last.
+        first = jnp.zeros(n, jnp.int32).at[jnp.where(begins, row, n)].set(index, mode="drop")
+        lengths = jnp.zeros(n, jnp.int32).at[row].max(self.kv_lens)
+        ends = jnp.zeros(n, jnp.int32).at[row].max(self.cu_q_lens[1:])
+        count = jnp.where(self.num_seqs > 0, row[jnp.maximum(self.num_seqs - 1, 0)] + 1, 0)
+        ends = jnp.where(index < count, ends, self.cu_q_lens[-1])
+
+        def take(values: Int[Array, " n"] | None) -> Int[Array, " n"] | None:
+            return None if values is None else values[first]
+
+        of_states = RaggedBatch(
+            cu_q_lens=jnp.concatenate([self.cu_q_lens[:1], ends]),
+            kv_lens=lengths,
+            seq_of_token=row[jnp.clip(self.seq_of_token, 0, n - 1)],
+            slots={},
+            page_table={},
+            state_slots=sources[first],
+            num_seqs=count,
+            prompt_lens=take(self.prompt_lens),
+            adapter_ids=take(self.adapter_ids),
+            state_targets=targets[first],
+        )
+        return replace(self, of_states=of_states)
 
     def real(self) -> Bool[Array, " T"]:
         """Whether each token belongs to a sequence; padding comes last."""

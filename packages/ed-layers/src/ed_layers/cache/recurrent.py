@@ -142,7 +142,9 @@ class RecurrentCache:
                 return jax.lax.dynamic_update_slice(array, block, start)
             # Unused positions of the batch must not change the state of another sequence.
             used = jnp.arange(ragged.state_slots.shape[0]) < ragged.num_seqs
-            slots = jnp.where(used, ragged.state_slots, array.shape[len(at)])
+            targets = ragged.state_targets
+            targets = ragged.state_slots if targets is None else targets
+            slots = jnp.where(used, targets, array.shape[len(at)])
             return array.at[(*at, slots)].set(new, mode="drop")
 
         return RecurrentCache(

@@ -53,6 +53,8 @@ CHUNK = 64
 #: Maximum number of columns of a serving step in one order of sums, in which each position of a row
 #: is computed alone, also those without a token.
 ORDERED_CHUNK = 16
+#: Maximum number of columns of a serving step whose sequences have a few tokens each: drafts.
+DRAFT_CHUNK = 8
 
 
 @dataclass(frozen=True)
@@ -96,11 +98,14 @@ class Rows:
         """
         s = shape[1]
         if ctx.ragged is not None:
-            if ctx.ragged.decode_only:
-                return _build_token_rows(ctx, ctx.ragged)
+            ragged = ctx.ragged.of_states or ctx.ragged
+            if ragged.decode_only:
+                return _build_token_rows(ctx, ragged)
             if fixed_order.active():
                 chunk = min(chunk, ORDERED_CHUNK)
-            return _build_chunk_rows(ctx, ctx.ragged, min(chunk, s))
+            if ctx.ragged.decode_only:  # of_states merges the tokens of a sequence
+                chunk = min(chunk, DRAFT_CHUNK)
+            return _build_chunk_rows(ctx, ragged, min(chunk, s))
         assert ctx.mask_info is not None, "only a serving step has no mask"
         real = ctx.mask_info.q_segment_ids != 0
         if cache is None:
@@ -146,7 +151,7 @@ class Rows:
         if cache is None:
             rows = self.real.shape[0]
             return {x.name: jnp.zeros((rows, *x.shape), x.dtype) for x in spec.states}
-        return cache.get(layer, ragged=self.ctx.ragged, group=spec.group)
+        return cache.get(layer, ragged=self._ragged, group=spec.group)
 
     def store(
         self, cache: StateCache | None, layer: Layer, states: States, spec: RecurrentSpec
@@ -154,7 +159,13 @@ class Rows:
         """Return the cache after this step; None stays None."""
         if cache is None:
             return None
-        return cache.set(layer, states, ragged=self.ctx.ragged, group=spec.group)
+        return cache.set(layer, states, ragged=self._ragged, group=spec.group)
+
+    @property
+    def _ragged(self) -> RaggedBatch | None:
+        """The batch of a serving step; None otherwise."""
+        ragged = self.ctx.ragged
+        return None if ragged is None else ragged.of_states or ragged
 
     def mask_padding(
         self, x: Float[Array, "r c *dims"], value: float = 0.0
@@ -177,7 +188,10 @@ class Rows:
         k, previous_inputs = state.shape[1], state
         if self.owner is not None:
             goes_on = jnp.pad(self.owner[1:] == self.owner[:-1], (1, 0))
-            tail = jnp.pad(x[:-1, x.shape[1] - k :], ((1, 0), *((0, 0),) * (x.ndim - 1)))
+            # With fewer columns than k, all tokens of a sequence are in one row.
+            start = max(x.shape[1] - k, 0)
+            missing = max(k - x.shape[1], 0)
+            tail = jnp.pad(x[:-1, start:], ((1, 0), (missing, 0), *((0, 0),) * (x.ndim - 2)))
             previous_inputs = jnp.where(
                 _spread(goes_on, x.ndim), tail, state[self.owner].astype(x.dtype)
             )
@@ -190,8 +204,9 @@ class Rows:
         """Return the states of the last rows, from rows [r, ...] and previous states [m, ...], in
         the dtype of the states; a state without a token does not change."""
         if self.last is not None:
-            assert self.ctx.ragged is not None, "only sequences of a serving step have many rows"
-            goes_on = _spread(self.ctx.ragged.q_lens > 0, rows.ndim)
+            ragged = self._ragged
+            assert ragged is not None, "only sequences of a serving step have many rows"
+            goes_on = _spread(ragged.q_lens > 0, rows.ndim)
             rows = jnp.where(goes_on, rows[self.last], state.astype(rows.dtype))
         return rows.astype(state.dtype)
 
