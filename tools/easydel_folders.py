@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +19,12 @@ from ed_models.checkpoints.tensor_files import TensorFiles
 from tools.easydel.save_folders import FAMILIES
 from tools.workspace import ROOT
 
-#: Names of LLaVA's language model in EasyDeL -> names in the folder of transformers.
-LLAVA = {
-    "model.language_model.": "model.language_model.model.",
-    "lm_head.": "language_model.lm_head.",
+#: Names of the language model in EasyDeL -> names in the folder of transformers.
+_INNER = {"model.language_model.": "model.language_model.model."}
+#: The names of each family whose two folders differ.
+_RENAMED = {
+    **dict.fromkeys(("gemma3", "aya_vision", "mistral3"), _INNER),
+    "llava": {**_INNER, "lm_head.": "language_model.lm_head."},
 }
 
 
@@ -64,15 +66,14 @@ def compare_family(folder: Path) -> None:
     Raises:
         AssertionError: a tensor differs.
     """
-    saved = open_tensors(folder / "saved")
-    if folder.name == "llava":
-        saved = saved.rename_tensors({name: _rename_llava(name) for name in saved})
+    saved, renamed = open_tensors(folder / "saved"), _RENAMED.get(folder.name, {})
+    saved = saved.rename_tensors({name: _rename_tensor(name, renamed) for name in saved})
     assert_equal_tensors(open_tensors(folder / "source"), saved)
 
 
-def _rename_llava(name: str) -> str:
-    prefix = next((prefix for prefix in LLAVA if name.startswith(prefix)), "")
-    return LLAVA.get(prefix, prefix) + name.removeprefix(prefix)
+def _rename_tensor(name: str, renamed: Mapping[str, str]) -> str:
+    prefix = next((prefix for prefix in renamed if name.startswith(prefix)), "")
+    return renamed.get(prefix, prefix) + name.removeprefix(prefix)
 
 
 def try_folders(out: Path) -> dict[str, str]:

@@ -106,15 +106,7 @@ def test_logits_of_images_equal_those_of_torch(folders: Path, family: str, which
 
 @pytest.mark.parametrize("family", IMAGE_FAMILIES)
 def test_folder_with_images_has_the_weights_of_its_source(folders: Path, family: str) -> None:
-    saved, source = (open_tensors(folders / family / which) for which in ("saved", "source"))
-    names = {name: rename_language_model(name) for name in saved}
-    assert_equal_tensors(source, saved.rename_tensors(names) if family != "clip" else saved)
-
-
-def rename_language_model(name: str) -> str:
-    """Return the name in the folder of transformers of a tensor of EasyDeL."""
-    prefix = "model.language_model."
-    return name.replace(prefix, f"{prefix}model.", 1) if name.startswith(prefix) else name
+    compare_family(folders / family)
 
 
 def load_torch(tensors: Mapping[str, np.ndarray], source: Path, folder: Path) -> Any:

@@ -284,7 +284,7 @@ def count_levels(cls):
     return max((1 + count_levels(base) for base in cls.__bases__ if base is not Options), default=0)
 
 
-@pytest.mark.parametrize("method", ["grpo", "gspo", "gfpo", "sdpo", "rloo", "rlvr"])
+@pytest.mark.parametrize("method", ["grpo", "gspo", "gfpo", "sdpo", "rloo", "rlvr", "ppo"])
 def test_batch_of_prompts_has_the_completions_of_each_prompt(method):
     kind = arguments_class(method)
     given = {"num_return_sequences": 6, "steps_per_generation": 2}
@@ -306,7 +306,7 @@ def test_batch_of_prompts_has_the_completions_of_each_prompt(method):
         kind(batch_unit="rows")
 
 
-@pytest.mark.parametrize("method", ["sft", "ppo", "gkd", "xpo"])
+@pytest.mark.parametrize("method", ["sft", "gkd", "xpo"])
 def test_methods_with_one_completion_of_a_prompt_have_no_unit(method):
     assert "batch_unit" not in arguments_class(method).model_fields
     assert arguments_class(method)().sequences_per_step == 32

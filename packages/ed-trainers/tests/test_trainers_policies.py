@@ -195,6 +195,20 @@ def test_unscored_completions_have_no_loss_weight(toy, tmp_path):
     np.testing.assert_array_equal(rows["scored"], [1, 0] * 4)
 
 
+def test_prompts_of_ppo_have_several_completions(toy, tmp_path):
+    run = online("ppo", toy(), tmp_path, num_return_sequences=4)
+    prompts = run.feed.dataset.batch_at(0)
+    assert len(prompts) == 2
+    rows = phase_of(run).generate(prompts, run.weights(), 0).rows
+    starts = [
+        row[: np.flatnonzero(weights)[0]]
+        for row, weights in zip(rows["input_ids"], rows["weights"], strict=True)
+    ]
+    for start, expected in zip(starts, np.repeat(np.arange(2), 4), strict=True):
+        np.testing.assert_array_equal(start, starts[4 * expected])
+    assert not np.array_equal(starts[0], starts[4])
+
+
 # Distillation.
 
 

@@ -207,11 +207,7 @@ def _trainer() -> Iterator[OtherKey]:
         },
         0,
     )
-    one = "omit it: ppo samples one completion of each prompt, and num_iterations repeats its steps"
     ppo = ("ppo",)
-    yield from _list_refused(
-        "trainer", {one: "num_return_sequences num_generations"}, 1, methods=ppo
-    )
     whole = "omit it: ppo trains on all completions, and missing_eos_penalty marks the others"
     yield from _list_refused("trainer", {whole: "mask_truncated_completions"}, False, methods=ppo)
     yield from _list_refused(

@@ -211,9 +211,14 @@ class PPOArguments(ScoredArguments, OnlineArguments):
         "num_ppo_epochs": "num_iterations",
         "num_mini_batches": "steps_per_generation",
         "response_length": "max_completion_length",
+        "num_generations": "num_return_sequences",
     }
 
     trainer_type: Literal["ppo"] = "ppo"
+    num_return_sequences: Annotated[int, Field(ge=1, le=4096)] = 1
+    """Number of completions per prompt. Each completion has its own values and advantages."""
+    batch_unit: Literal["completions", "prompts"] = "completions"
+    """The unit of `total_batch_size`: completions, or prompts, as in EasyDeL."""
     num_iterations: Count = 4
     """Number of times that the completions of a generation are used for training."""
     beta: NotNegative = 0.05
@@ -242,6 +247,16 @@ class PPOArguments(ScoredArguments, OnlineArguments):
     value_head: str | None = None
     """Directory of a model that `ppo` saved, for the initial value head. None: initial values of
     0."""
+
+    @property
+    def rows_per_prompt(self) -> int:
+        """See `OnlineArguments`."""
+        return self.num_return_sequences
+
+    @property
+    def sequences_per_unit(self) -> int:
+        """See `TrainingArguments`."""
+        return self.rows_per_prompt if self.batch_unit == "prompts" else 1
 
     def idle(self) -> list[tuple[str, str]]:
         """See `TrainingArguments.idle`."""
