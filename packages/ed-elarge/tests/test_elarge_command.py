@@ -420,6 +420,14 @@ def test_merge_adds_the_adapter_to_the_weights(tmp_path: Path, quickstart_model:
     assert elarge("compare", str(quickstart_model), str(target))[0] == 0
 
 
+def test_doctor_lists_model_types_without_a_family() -> None:
+    code, out, _ = elarge("doctor", "--families", "--json")
+    missing = json.loads(out)["missing"]["causal language models"]
+    assert code == 0
+    assert "xlnet" in missing
+    assert "llama" not in missing
+
+
 @pytest.mark.nightly
 def test_doctor_and_bench_report_this_machine(tmp_path: Path, quickstart_model: Path) -> None:
     code, out, _ = elarge("doctor")

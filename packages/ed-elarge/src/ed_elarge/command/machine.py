@@ -1,10 +1,11 @@
-"""The command `doctor`: versions, devices and folders of this machine."""
+"""The command `doctor`: versions, devices and folders of this machine, and missing families."""
 
 from __future__ import annotations
 
 import os
 import platform
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +15,15 @@ from ed_esurge.command.program import Result, show_result
 
 from ed_elarge.actions.provenance import versions
 from ed_elarge.command.runs import RunSettings
+
+#: Task -> the table of `transformers` with the model types of the task.
+TASK_TABLES = {
+    "causal language models": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "images and texts": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "encoder-decoders": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "masked language models": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "speech": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+}
 
 
 def doctor(
@@ -25,11 +35,16 @@ def doctor(
         ),
     ] = None,
     settings: RunSettings = None,
+    families: Annotated[
+        bool, typer.Option("--families", help="List model types of transformers without a family.")
+    ] = False,
 ) -> Result:
     """Print versions, devices, memory, the native CPU kernels, and the folders of caches.
 
     The exit code is 1 if something needs attention.
     """
+    if families:
+        return show_missing_families()
     problems: list[str] = []
     facts = {**versions(), "memory": _memory()}
     try:
@@ -83,6 +98,22 @@ def _check_numerics(
                 "update jax and the driver, or report the case"
             )
     return kernels
+
+
+def show_missing_families() -> Result:
+    """Print how many model types of the installed `transformers` have a family, and the others."""
+    import transformers
+    from ed_infra import registry
+    from transformers.models.auto import modeling_auto
+
+    known, missing_types = set(registry.model_types()), {}
+    show_result(f"transformers {transformers.__version__}")
+    for task, table in TASK_TABLES.items():
+        names = sorted(getattr(modeling_auto, table, {}))
+        missing_types[task] = [name for name in names if name not in known]
+        show_result(f"\n{task}: {len(names) - len(missing_types[task])} of {len(names)}")
+        show_result(textwrap.fill(", ".join(missing_types[task]), 100, break_on_hyphens=False))
+    return Result({"transformers": transformers.__version__, "missing": missing_types}, 0)
 
 
 def _memory() -> str:

@@ -70,6 +70,8 @@ class Router(nnx.Module):
         groups: g; experts are chosen from the best `groups_chosen` of g groups.
         groups_chosen: number of groups to choose from.
         group_score: number of best expert scores whose sum is the score of a group.
+        ranks_logits: choose experts by their logits instead of their scores; with a selection bias
+            the order differs (Kolibri).
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Router(nnx.Module):
         groups: int = 1,
         groups_chosen: int = 1,
         group_score: int = 2,
+        ranks_logits: bool = False,
     ):
         config = parts.config
         shape = (config.hidden_size, experts)
@@ -99,6 +102,7 @@ class Router(nnx.Module):
             self.e_score_correction_bias = Updated(zeros, axes=(None,), rule=rule)
         self.per_token, self.score, self.normalize, self.scale = per_token, score, normalize, scale
         self.groups, self.groups_chosen, self.group_score = groups, groups_chosen, group_score
+        self.ranks_logits = ranks_logits
         self.z_loss: float = config.router_z_loss_coef
         self.capacity_factor: float | None = config.expert_capacity_factor
         if config.batch_invariant and self.capacity_factor is not None:
@@ -154,7 +158,8 @@ class Router(nnx.Module):
         """
         softmax = self.score == "softmax"
         scores = sums.softmax(logits) if softmax else jax.nn.sigmoid(logits)
-        expert_ids = jax.lax.top_k(self.ranks(jax.lax.stop_gradient(scores)), self.per_token)[1]
+        ranked = jax.lax.stop_gradient(logits if self.ranks_logits else scores)
+        expert_ids = jax.lax.top_k(self.ranks(ranked), self.per_token)[1]
         expert_ids = given_or(forced_ids, expert_ids)
         if self.normalize and softmax:
             # Normalizing a softmax over a subset equals the softmax over that subset.

@@ -170,6 +170,21 @@ def alternate_axes(
     }
 
 
+def build_theta_settings(
+    config: EasyDeLBaseConfig, thetas: Sequence[float]
+) -> dict[str, RopeSettings]:
+    """Return rotary settings by base frequency, for layers that have different ones.
+
+    The kinds are the frequencies as text; 0 is a layer without rotary positions (Granite).
+    """
+    usual = rope.settings(config)
+    return {
+        str(theta): replace(usual, parameters={**usual.parameters, "rope_theta": theta})
+        for theta in dict.fromkeys(thetas)
+        if theta
+    }
+
+
 def _tables(
     settings: RopeSettings,
     position_ids: Int[Array, "b s"] | Int[Array, "3 b s"],

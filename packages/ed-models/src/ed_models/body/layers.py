@@ -115,6 +115,7 @@ class SandwichLayer(DecoderLayer):
     Args:
         parts, self_attn, mlp, norm: as for `DecoderLayer`.
         dropout: dropout rate of the normed outputs in training (T5Gemma).
+        factor: factor on the normed outputs (HyperCLOVA X).
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class SandwichLayer(DecoderLayer):
         mlp: FeedForward,
         norm: MakeNorm | None = None,
         dropout: float = 0.0,
+        factor: float = 1.0,
     ):
         norm, d = norm or parts.own_norm, parts.config.hidden_size
         self.input_layernorm = norm(d)
@@ -133,20 +135,19 @@ class SandwichLayer(DecoderLayer):
         self.pre_feedforward_layernorm = norm(d)
         self.mlp = mlp
         self.post_feedforward_layernorm = norm(d)
-        self.dropout = dropout
+        self.dropout, self.factor = dropout, factor
 
     def __call__(
         self, x: Stream, ctx: Ctx, cache: Cache | None, layer: Layer
     ) -> tuple[Stream, Cache | None, LayerReport]:
         """Return the stream after the layer, the cache, and the report of the layer."""
         attended, cache = self.self_attn(self.input_layernorm(x), ctx, cache, layer)
-        added = ctx.apply_dropout(
-            self.post_attention_layernorm(attended), self.dropout, "attention"
-        )
+        added = self.factor * self.post_attention_layernorm(attended)
+        added = ctx.apply_dropout(added, self.dropout, "attention")
         x = ctx.name_activation(x + added, "residual")
         out, report = self.branch(x, ctx)
-        added = ctx.apply_dropout(self.post_feedforward_layernorm(out), self.dropout, "mlp")
-        return x + added, cache, report
+        added = self.factor * self.post_feedforward_layernorm(out)
+        return x + ctx.apply_dropout(added, self.dropout, "mlp"), cache, report
 
     def branch(self, x: Stream, ctx: Ctx) -> tuple[Stream, LayerReport]:
         """Return the output of the feed-forward layer before its second norm, and the report."""

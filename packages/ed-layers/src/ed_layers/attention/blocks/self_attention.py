@@ -51,8 +51,8 @@ class SelfAttention(nnx.Module):
         heads, kv_heads, head_dim: h, g and k; None = the configuration's `num_attention_heads`,
             `num_key_value_heads`, `head_dim`.
         bias: whether the projections of queries, keys and values have a bias.
-        key_bias, value_bias, out_bias: whether the projection of the keys, that of the values, and
-            that of the outputs, has a bias; None = same as `bias`.
+        key_bias, value_bias, out_bias, gate_bias: whether the projection of the keys, that of the
+            values, that of the outputs, and that of the gate, has a bias; None = same as `bias`.
         position: the position encoding; None = none.
         mask: which tokens a token attends to. A bidirectional layer has no cache. A decoder whose
             configuration has `is_causal: false` or `use_bidirectional_attention: true` is
@@ -74,6 +74,7 @@ class SelfAttention(nnx.Module):
         key_bias: bool | None = None,
         value_bias: bool | None = None,
         out_bias: bool | None = None,
+        gate_bias: bool | None = None,
         position: Position = Rotary(),  # noqa: B008
         mask: MaskRule = MaskRule(),  # noqa: B008
         norm: QKNorm = QKNorm(),  # noqa: B008
@@ -97,7 +98,8 @@ class SelfAttention(nnx.Module):
                 name = OWN_PROJECTIONS[term]
                 setattr(self, name, parts.linear(d, h * k, axes=("embed", "heads"), bias=True))
         if gated:
-            self.g_proj = parts.linear(d, h * k, axes=("embed", "heads"), bias=bias)
+            gate_bias = bias if gate_bias is None else gate_bias
+            self.g_proj = parts.linear(d, h * k, axes=("embed", "heads"), bias=gate_bias)
         self.gated = gated
         out_bias = bias if out_bias is None else out_bias
         self.o_proj = parts.linear(h * k, d, axes=("heads", "embed"), bias=out_bias)
