@@ -1,0 +1,32 @@
+"""Tiny configurations of cwm."""
+
+from ed_models.conformance import Cases
+
+CASES = Cases(
+    {
+        "usual fields": {
+            "head_dim": 12,
+            "sliding_window": 6,
+            "layer_types": [
+                "sliding_attention",
+                "full_attention",
+                "sliding_attention",
+                "full_attention",
+            ],
+            "num_hidden_layers": 4,
+        },
+        "biases, tied": {
+            "head_dim": 8,
+            "sliding_window": 6,
+            "layer_types": [
+                "sliding_attention",
+                "full_attention",
+                "sliding_attention",
+                "full_attention",
+            ],
+            "num_hidden_layers": 4,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+    }
+)

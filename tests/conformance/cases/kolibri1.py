@@ -1,0 +1,42 @@
+"""Tiny configurations of kolibri1."""
+
+from ed_models.conformance import Cases
+
+CASES = Cases(
+    {
+        "usual fields": {
+            "intermediate_size": None,
+            "head_dim": 12,
+            "sliding_window": 6,
+            "layer_types": [
+                "sliding_attention",
+                "full_attention",
+                "sliding_attention",
+                "full_attention",
+            ],
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 24,
+            "num_hidden_layers": 4,
+        },
+        "norms, tied": {
+            "intermediate_size": None,
+            "head_dim": 8,
+            "sliding_window": 6,
+            "layer_types": [
+                "sliding_attention",
+                "full_attention",
+                "sliding_attention",
+                "full_attention",
+            ],
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 24,
+            "num_hidden_layers": 4,
+            "norm_topk_prob": True,
+            "tie_word_embeddings": True,
+        },
+    }
+)

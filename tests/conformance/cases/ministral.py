@@ -1,0 +1,31 @@
+"""Tiny configurations of ministral."""
+
+from ed_models.conformance import Cases
+
+CASES = Cases(
+    {
+        "usual fields": {
+            "head_dim": 12,
+            "sliding_window": 6,
+            "layer_types": [
+                "sliding_attention",
+                "full_attention",
+                "sliding_attention",
+                "full_attention",
+            ],
+            "num_hidden_layers": 4,
+        },
+        "tied": {
+            "head_dim": 8,
+            "sliding_window": 6,
+            "layer_types": [
+                "sliding_attention",
+                "full_attention",
+                "sliding_attention",
+                "full_attention",
+            ],
+            "num_hidden_layers": 4,
+            "tie_word_embeddings": True,
+        },
+    }
+)
