@@ -17,6 +17,7 @@ for needed in ("trl", "datasets"):
     pytest.importorskip(needed)
 
 from tests.parity.method_cases import CASES  # noqa: E402 - imports torch inside, but is slow to collect
+from tests.parity.method_cases.runs import RUNS, STEPS  # noqa: E402
 
 #: Methods whose first case every run compares: one of each kind of loss. The others are nightly.
 USUAL = {"sft", "dpo", "grpo", "ppo", "embedding"}
@@ -57,9 +58,25 @@ def test_method_losses_match_reference(name: str, record_property) -> None:
     assert all(error <= method_table.LIMIT for error in found.values()), shown
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", RUNS)
+def test_losses_and_parameters_of_a_run_match_those_of_trl(name: str, record_property) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = RUNS[name]()
+    shown = ", ".join(f"{figure} {error:.1e}" for figure, error in found.items())
+    record_property("summary", f"{STEPS} steps of {name}: {shown}")
+    assert all(found[name] <= limit for name, limit in method_table.RUN_LIMITS.items()), shown
+
+
 def test_methods_page_has_row_for_each_comparison() -> None:
-    results = json.loads(method_table.RESULTS.read_text(encoding="utf-8"))
-    assert {*results} == {*CASES}
+    results, runs = (
+        json.loads(path.read_text(encoding="utf-8"))
+        for path in (method_table.RESULTS, method_table.RUNS)
+    )
+    assert {*results} == {*CASES} and {*runs} == {*RUNS}
     assert all(value <= method_table.LIMIT for of in results.values() for value in of.values())
+    limits = method_table.RUN_LIMITS
+    assert all(of[name] <= limit for of in runs.values() for name, limit in limits.items())
     written = method_table.PAGE.read_text(encoding="utf-8")
     assert written == method_table.page(), "run: uv run python -m tools.method_table"

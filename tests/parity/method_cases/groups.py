@@ -33,11 +33,11 @@ from tests.parity.method_cases.harness import (
 GROUP, PROMPTS, END = 3, 2, 2
 
 
-def completions() -> Any:
+def completions(seed: int = 5) -> Any:
     """Return three answers to each of two prompts; two answers reach the maximum length."""
     from ed_trainers.online.completions import Completions
 
-    random = np.random.default_rng(5)
+    random = np.random.default_rng(seed)
     prompts = [a.prompt for a, _ in pairs()[:PROMPTS] for _ in range(GROUP)]
     lengths, ended = [4, 7, 3, 8, 8, 2], [True, True, True, False, False, True]
     ids = [random.integers(3, 64, n).tolist() for n in lengths]
@@ -152,41 +152,14 @@ def theirs(
 ) -> Outcome:
     """Compute the same rows and loss with TRL's trainer."""
     import torch
-    from datasets import Dataset
 
     given = completions() if given is None else given
-    count = len(given)
     with tempfile.TemporaryDirectory() as directory:
-        arguments = config_of(
-            config,
-            directory,
-            num_generations=group,
-            num_iterations=2,
-            max_completion_length=8,
-            **{k: list(v) if isinstance(v, tuple) else v for k, v in options.items()},
-        )
-        model = hf_model(folder(0))
-        trainer = trainer_of(
-            model=model,
-            reward_funcs=functions,
-            args=arguments,
-            train_dataset=Dataset.from_list([{"prompt": "t3"}] * count),
-            processing_class=tokenizer(),
+        trainer, model = build_trainer(
+            directory, trainer_of, config, options, functions, group, corrects
         )
         trainer._last_world_entropy = 0.0
-        trainer.ref_model = hf_model(folder(1)).eval()
-        _same_forward(trainer.ref_model, options.get("temperature", 1.0))
-        trainer._tokenize_prompts = lambda prompts: (given.prompt_ids, None, {})
-        made = given.completion_ids, given.logprobs
-        trainer._generate_single_turn = lambda *_, **__: made if _is_grpo(trainer) else made[0]
-        if corrects:
-            trainer.use_vllm = True
-            trainer.vllm_importance_sampling_correction = True
-            trainer.vllm_importance_sampling_mode = corrects
-            trainer.vllm_importance_sampling_clip_max = 3.0
-            trainer.vllm_importance_sampling_clip_min = None
-        model.train()
-        inputs = trainer._generate_and_score_completions([{"prompt": "t3"}] * count)
+        inputs = score_there(trainer, given)
         with torch.no_grad():
             later = dict(hf_model(moved()).named_parameters())
             for name, parameter in model.named_parameters():
@@ -194,6 +167,54 @@ def theirs(
         trainer.current_gradient_accumulation_steps = 1
         loss = trainer._compute_loss(model, inputs)
         return their_outcome(model, loss, trainer._metrics["train"])
+
+
+def build_trainer(
+    directory: str,
+    trainer_of: Any,
+    config: Any,
+    options: dict[str, Any],
+    functions: list[Callable[..., Any]],
+    group: int,
+    corrects: str,
+) -> tuple[Any, Any]:
+    """Return a trainer of TRL with a reference, and its model in training mode."""
+    from datasets import Dataset
+
+    arguments = config_of(
+        config,
+        directory,
+        num_generations=group,
+        num_iterations=2,
+        max_completion_length=8,
+        **{k: list(v) if isinstance(v, tuple) else v for k, v in options.items()},
+    )
+    model = hf_model(folder(0))
+    trainer = trainer_of(
+        model=model,
+        reward_funcs=functions,
+        args=arguments,
+        train_dataset=Dataset.from_list([{"prompt": "t3"}] * GROUP * PROMPTS),
+        processing_class=tokenizer(),
+    )
+    trainer.ref_model = hf_model(folder(1)).eval()
+    _same_forward(trainer.ref_model, options.get("temperature", 1.0))
+    if corrects:
+        trainer.use_vllm = True
+        trainer.vllm_importance_sampling_correction = True
+        trainer.vllm_importance_sampling_mode = corrects
+        trainer.vllm_importance_sampling_clip_max = 3.0
+        trainer.vllm_importance_sampling_clip_min = None
+    model.train()
+    return trainer, model
+
+
+def score_there(trainer: Any, given: Any) -> Any:
+    """Return the inputs of the loss for given completions from TRL's trainer."""
+    trainer._tokenize_prompts = lambda prompts: (given.prompt_ids, None, {})
+    made = given.completion_ids, given.logprobs
+    trainer._generate_single_turn = lambda *_, **__: made if _is_grpo(trainer) else made[0]
+    return trainer._generate_and_score_completions([{"prompt": "t3"}] * len(given))
 
 
 def _is_grpo(trainer: Any) -> bool:
@@ -211,16 +232,23 @@ def grpo(loss_type: str, corrects: str = "", **options: Any) -> dict[str, float]
     """Compare `grpo` with `trl.GRPOTrainer`."""
     from trl import GRPOConfig, GRPOTrainer
 
-    own = {"loss_type": loss_type, "beta": 0.04, **options}
-    other = dict(own)
-    if loss_type == "gspo":
-        other |= {"loss_type": "grpo", "importance_sampling_level": "sequence"}
-    own["importance_sampling_correction"] = corrects or "none"
+    own, other = get_options(loss_type, corrects, options)
     functions = functions_of(options)
     return errors(
         ours("grpo", own, functions, completions()),
         theirs(GRPOTrainer, GRPOConfig, other, functions, corrects),
     )
+
+
+def get_options(
+    loss_type: str, corrects: str, options: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options of `grpo`, and those of TRL."""
+    own = {"loss_type": loss_type, "beta": 0.04, **options}
+    other = dict(own)
+    if loss_type == "gspo":
+        other |= {"loss_type": "grpo", "importance_sampling_level": "sequence"}
+    return own | {"importance_sampling_correction": corrects or "none"}, other
 
 
 def gspo() -> dict[str, float]:

@@ -111,9 +111,9 @@ def packed(documents: list[Answer], rows: int, lead: str = "", **values: list[fl
     return batch
 
 
-def packed_pairs(rows: int = 2, count: int = 6) -> Arrays:
+def packed_pairs(rows: int = 2, count: int = 6, seed: int = 0) -> Arrays:
     """Return the packed pairs; the two answers of a pair have the same segment number."""
-    chosen, rejected = zip(*pairs(count), strict=True)
+    chosen, rejected = zip(*pairs(count, seed), strict=True)
     return {**packed(list(chosen), rows, "chosen"), **packed(list(rejected), rows, "rejected")}
 
 

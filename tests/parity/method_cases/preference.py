@@ -11,9 +11,6 @@ from tests.parity.method_cases import harness
 
 def dpo(loss_type: str | tuple[str, ...], **options: Any) -> dict[str, float]:
     """Compare `dpo` with `trl.DPOTrainer`."""
-    from datasets import Dataset
-    from trl import DPOConfig, DPOTrainer
-
     path, base = harness.folder(0), harness.folder(1)
     ours = harness.trainer_of(
         "dpo",
@@ -24,24 +21,35 @@ def dpo(loss_type: str | tuple[str, ...], **options: Any) -> dict[str, float]:
     )
     chosen, rejected = zip(*harness.pairs(), strict=True)
     with tempfile.TemporaryDirectory() as directory:
-        smoothing = options.get("label_smoothing", 1e-3 if loss_type == "exo_pair" else 0.0)
-        arguments = harness.config_of(
-            DPOConfig,
-            directory,
-            loss_type=[loss_type] if isinstance(loss_type, str) else list(loss_type),
-            **{**options, "label_smoothing": smoothing},
-        )
-        model = harness.hf_model(path)
-        trainer = DPOTrainer(
-            model=model,
-            ref_model=harness.hf_model(base),
-            args=arguments,
-            train_dataset=Dataset.from_list(harness.text_pairs()),
-            processing_class=harness.tokenizer(),
-        )
+        trainer, model = build_dpo(directory, loss_type, options)
         loss = trainer.compute_loss(model.train(), harness.answer_tensors([*chosen, *rejected]))
         theirs = harness.their_outcome(model, loss, trainer._metrics["train"])
     return harness.errors(harness.our_outcome(ours, harness.packed_pairs()), theirs)
+
+
+def build_dpo(
+    directory: str, loss_type: str | tuple[str, ...], options: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Return a trainer of TRL and its model."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    smoothing = options.get("label_smoothing", 1e-3 if loss_type == "exo_pair" else 0.0)
+    arguments = harness.config_of(
+        DPOConfig,
+        directory,
+        loss_type=[loss_type] if isinstance(loss_type, str) else list(loss_type),
+        **{**options, "label_smoothing": smoothing},
+    )
+    model = harness.hf_model(harness.folder(0))
+    trainer = DPOTrainer(
+        model=model,
+        ref_model=harness.hf_model(harness.folder(1)),
+        args=arguments,
+        train_dataset=Dataset.from_list(harness.text_pairs()),
+        processing_class=harness.tokenizer(),
+    )
+    return trainer, model
 
 
 def answer_sides() -> dict[str, Any]:
