@@ -17,7 +17,7 @@ from ed_esurge.config import SpeculativeConfig
 from ed_esurge.core.proposals import Proposer
 from ed_esurge.core.request import Request
 from ed_esurge.engine import setup
-from ed_esurge.engine.draft_setup import create_proposer
+from ed_esurge.runner.drafts import create_proposer
 
 from tests.conformance.bits import create
 from tests.conformance.test_saved_states import FAMILIES, OPTIONS, PAGE, has_equal_bits

@@ -15,7 +15,7 @@ import httpx
 import numpy as np
 import pytest
 from ed_data.tokens.speech_tokenizers import train_whisper
-from ed_elarge.building.speech import set_generation, speech_config_fields
+from ed_elarge.building.media import set_generation, speech_config_fields
 from ed_esurge import eSurge
 from ed_esurge.server.launch import background
 from ed_esurge.speech.engine import SpeechEngine

@@ -77,8 +77,8 @@ def compare_family(model_type: str) -> Comparison:
 
 def count_changes(source: str, by_hand: str) -> int:
     """Return the number of lines after the description that only one of two sources has."""
-    texts = (text.split('"""', 2)[-1].splitlines() for text in (source, by_hand))
-    return sum(line[0] in "+-" for line in difflib.ndiff(*texts))
+    ours, theirs = (text.split('"""', 2)[-1].splitlines() for text in (source, by_hand))
+    return sum(line[0] in "+-" for line in difflib.ndiff(ours, theirs))
 
 
 def main(model_types: list[str]) -> int:

@@ -51,9 +51,11 @@ class FileNames:
 
     def __init__(self, trace: Trace, tensors: Mapping[str, np.ndarray]):
         by_value = {value.tobytes(): name for name, value in tensors.items()}
-        state = {n: v.detach().numpy() for n, v in trace.model.state_dict().items()}
+        state: dict[str, np.ndarray] = {
+            n: v.detach().numpy() for n, v in trace.model.state_dict().items()
+        }
         # A tied head and the embedding are one tensor, which has the name of the embedding.
-        self.names = {
+        self.names: dict[str, str] = {
             n: n if n in tensors or n.startswith(f"{trace.head}.") else by_value.get(v.tobytes(), n)
             for n, v in state.items()
         }

@@ -78,7 +78,8 @@ def _order_layer(trace: Trace, layer: Layer) -> tuple[str, dict[str, str], dict[
     names: dict[str, str | None]
     arguments: dict[str, str] = {}
     if is_parallel and before and not after and not last:
-        kind, names = "ParallelLayer", {"input_layernorm": before}
+        kind = "ParallelLayer"
+        names = {"input_layernorm": before}
         if second != before:
             arguments["norms"], names["post_attention_layernorm"] = "2", second
     elif before and after and second and last:

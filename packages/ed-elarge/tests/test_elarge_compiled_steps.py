@@ -37,7 +37,7 @@ GPUS = [name for name, one in devices.read_devices().items() if one.kind == "gpu
 #: What a child process reads of a model of this size.
 SHAPES: dict[str, Any] = {
     "tensors": [
-        {"name": name, "shape": shape, "axes": axes, "dtype": "", "layers": layers}
+        {"name": name, "shape": shape, "axes": axes, "dtype": "", "layers": layers, "codes": None}
         for name, shape, axes, layers in (
             ("model.embed_tokens.embedding", [512, 64], ["vocab", "embed"], 1),
             ("model.layers.*.mlp.up_proj.kernel", [64, 96], ["embed", "mlp"], 4),
@@ -45,6 +45,7 @@ SHAPES: dict[str, Any] = {
         )
     ],
     "caches": [[4, 8, 8, None]] * 4,
+    "states": [],
     "config": {key: value for key, value in SMALL.items() if key != "model_type"},
 }
 

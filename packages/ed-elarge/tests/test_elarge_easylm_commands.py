@@ -23,7 +23,7 @@ from ed_elarge.easylm.flags import EASYLM_COMMANDS, Flag, parse_flags
 from ed_elarge.easylm.measuring import ServedLM, wait_for_server
 from ed_elarge.easylm.rows import TextFields
 from ed_elarge.errors import Document
-from ed_elarge.evaluation.prompts import trains_on_chats
+from ed_elarge.evaluation.prompts import find_question
 from ed_infra.errors import CheckpointError, ConfigError
 from ed_trainers.compare import differences
 from ed_trainers.easylm import TreeFile, open_arrays
@@ -316,7 +316,7 @@ def test_flags_of_training_become_a_valid_run_file(
     assert mixture.eval_informs[0].content_field == "completion"
     assert mixture.eval_informs[0].num_rows == 16
     assert list(differences(quickstart_model, tmp_path / "out" / training.LOADED)) == []
-    assert not trains_on_chats(config)
+    assert not find_question(config)
     # The schedule is that of optax, whose steps begin at 0.
     own = build_schedule(trainer, 8)
     reference = optax.warmup_cosine_decay_schedule(0.0, 1e-3, 1, 8, 1e-3)

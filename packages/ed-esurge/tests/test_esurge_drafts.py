@@ -19,7 +19,7 @@ from ed_esurge.core.proposals import DraftLength, Proposer
 from ed_esurge.core.request import Request
 from ed_esurge.core.state_store import StateStore
 from ed_esurge.core.suffixes import POOL_TOKENS, SuffixDecoding
-from ed_esurge.engine.draft_setup import DRAFT_KINDS
+from ed_esurge.runner.drafts import DRAFT_KINDS
 from ed_esurge.sampling import SamplingParams
 from fake_pages import next_token
 from test_esurge_states import Engine, draw

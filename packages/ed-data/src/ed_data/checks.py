@@ -14,7 +14,7 @@ from ed_data.config import Media, Mixture
 from ed_data.config.source import FILE_TYPES, Inform
 from ed_data.errors import DataError, KeyPath, listing
 from ed_data.rows.audio import RECORDING_KEYS
-from ed_data.schema import PROMPT, TEXT, Schema
+from ed_data.schema import TEXT, Schema
 
 #: The path of a key in the mixture, and a message about it.
 Remark = tuple[KeyPath, str]
@@ -48,12 +48,6 @@ def check_names(mixture: Mixture, schema: Schema = TEXT, *, imports: bool = True
 def find_unsupported_keys(mixture: Mixture, schema: Schema) -> Iterator[Remark]:
     """Yield the keys that a kind of rows does not support, and the reasons."""
     yield from schema.kind.checks(mixture, schema)
-    if mixture.exclude is not None and schema.kind is PROMPT.kind:
-        reason = (
-            "exclude keeps the places of documents in rows, but a method that samples generates "
-            "completions for each prompt: omit exclude, and remove the rows from the data"
-        )
-        yield ("exclude",), reason
     if any(column.stride is not None for column in schema.columns):
         # The number of windows of a row is known after the row is encoded.
         for name in ("streaming", "pack_on_the_fly"):

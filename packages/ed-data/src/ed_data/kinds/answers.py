@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ed_data.errors import KeyPath
 from ed_data.kinds.fields import CHOSEN, REJECTED, Column, Row, Value
 from ed_data.kinds.record import KindOfRows, Schema
+
+if TYPE_CHECKING:
+    from ed_data.config import Mixture
 
 #: Fields that contain a whole text or chat.
 _WHOLE_ROWS = ("content", "messages")
@@ -36,12 +43,27 @@ def unpair_answers(pair: Row) -> tuple[Row, ...]:
     return tuple({**pair, "completion": pair[side], "label": label} for side, label in sides)
 
 
+def refuse_exclusion(mixture: Mixture, schema: Schema) -> Iterator[tuple[KeyPath, str]]:
+    """Yield `exclude`: prompts have no places in rows."""
+    del schema
+    if mixture.exclude is not None:
+        reason = (
+            "exclude keeps the places of documents in rows, but a method that samples generates "
+            "completions for each prompt: omit exclude, and remove the rows from the data"
+        )
+        yield ("exclude",), reason
+
+
 #: A prompt for rollouts; see `ed_data.batches.prompts`.
 PROMPT = Schema(
     (Column("", "prompt"),),
     "prompt",
     record=KindOfRows(
-        {"prompt": "2 + 2 ="}, keeps_fields=True, read_pair=ask_prompt, needs_prompt=True
+        {"prompt": "2 + 2 ="},
+        keeps_fields=True,
+        read_pair=ask_prompt,
+        needs_prompt=True,
+        checks=refuse_exclusion,
     ),
 )
 #: A prompt and its answer; only the answer has loss.

@@ -25,9 +25,9 @@ from ed_trainers.stored.arrays import flat_arrays, from_flat
 from flax import nnx
 
 from ed_elarge.config.checks.training import GENERATING
+from ed_elarge.config.sections import add_rollout_defaults
 from ed_elarge.engine.end_tokens import stop_after_answers
 from ed_elarge.engine.lending import get_records
-from ed_elarge.engine.options import add_rollout_defaults
 from ed_elarge.model import eLargeModel
 
 #: Number of new tokens of a sample after which the trainer records them.

@@ -20,7 +20,7 @@ from ed_infra.logging import get_logger
 from ed_trainers.arguments import ROLES, Role
 from ed_trainers.options.supervised import ClassifierArguments
 
-from ed_elarge.building import images, speech
+from ed_elarge.building import media
 from ed_elarge.building.dtypes import list_dtypes, trains_adapters_only
 from ed_elarge.building.engines import served_task
 from ed_elarge.building.read_fields import add_read_fields
@@ -113,9 +113,9 @@ def processor(elm: eLargeModel) -> ProcessorMixin | BaseImageProcessor | AudioTe
     template = section.chat_template
     with run.blame("model", "tokenizer"):
         if run.has_audio and section.train is not None:
-            return speech.train_processor(run, section.train)
+            return media.train_processor(run, section.train)
         if has_new_images(run):
-            return images.new_processor(new_config(run), elm.part("tokenizer"))
+            return media.new_processor(new_config(run), elm.part("tokenizer"))
         part = "feature_extractor" if run.has_audio else "image_processor"
         if not run.has_text:
             return load_image_processor(**_tokenizer_source(run))
@@ -252,7 +252,7 @@ def _new_model(elm: eLargeModel) -> CausalLM:
         seed = run.trainer.seed if run.trainer is not None else 0
         new_model = module.create(config, seed=seed, **list_dtypes(run))
         if run.has_audio:
-            speech.set_generation(new_model, tokens)
+            media.set_generation(new_model, tokens)
     if run.weight_format is None:
         return new_model
     with run.blame("quantization", "model"):
@@ -268,7 +268,7 @@ def _get_tokenizer_fields(run: RunConfig, tokens: PreTrainedTokenizerBase) -> di
         "bos_token_id": tokens.bos_token_id,
         "eos_token_id": tokens.eos_token_id,
         "pad_token_id": tokens.pad_token_id,
-        **(speech.speech_config_fields(tokens) if run.has_audio else {}),
+        **(media.speech_config_fields(tokens) if run.has_audio else {}),
     }
 
 
@@ -469,7 +469,7 @@ def other_inputs(elm: eLargeModel) -> dict[str, Any]:
     if run.schema.task in ("seq2seq_lm", "speech_seq2seq"):
         options["decoder_start_token_id"] = _decoder_start(elm)
     if run.schema.task == "ctc":
-        options["time_steps"] = speech.time_steps(elm.part("model").config)
+        options["time_steps"] = media.time_steps(elm.part("model").config)
     return options
 
 
@@ -522,7 +522,7 @@ def build_trainer(elm: eLargeModel) -> Trainer:
     assert arguments is not None, "`eLargeModel.part` checks the section"
     train, held_out = elm.build_dataset(), elm.build_eval_dataset()
     if run.schema.task == "speech_seq2seq":
-        speech.set_language(elm.part("model"), _mixture(run).tokenization)
+        media.set_language(elm.part("model"), _mixture(run).tokenization)
     elif run.tasks[0] in GENERATING:
         stop_after_answers(elm.part("model"), elm.part("tokenizer"))
     role_names = (*run.method_entry.needs, *run.method_entry.may_read)
@@ -532,7 +532,7 @@ def build_trainer(elm: eLargeModel) -> Trainer:
     frozen = {name: elm.part(name) for name in configured_roles}
     benchmark = None
     if arguments.benchmarks and arguments.benchmark_interval is not None:
-        from ed_elarge.engine.benchmarks import EngineBenchmark
+        from ed_elarge.engine.lending import EngineBenchmark
 
         benchmark = EngineBenchmark(elm)
     more: dict[str, Any] = {"rollout": elm.part("rollout")} if run.method_entry.samples else {}

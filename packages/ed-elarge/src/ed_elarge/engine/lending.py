@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from ed_esurge import EngineConfig, eSurge
@@ -17,7 +17,9 @@ from ed_trainers.options.online import OnlineArguments
 from ed_trainers.roles.value_head import without_value_head
 from ed_trainers.rollout import Weights
 
-from ed_elarge.engine.options import add_rollout_defaults
+from ed_elarge.config.action_options import EvalOptions
+from ed_elarge.config.sections import add_rollout_defaults
+from ed_elarge.evaluation import harness
 from ed_elarge.model import eLargeModel
 
 
@@ -48,10 +50,10 @@ class LentEngine:
         Args:
             model: The trained model; the engine keeps none of its arrays.
             tokenizer: The tokenizer, which defines the end tokens.
-            config: Options of the engine; for rollouts those of `options.add_rollout_defaults`.
+            config: Options of the engine; for rollouts those of `add_rollout_defaults`.
             length: Tokens of a row of rollouts; None without rollouts.
-            completions: See `options.add_rollout_defaults`.
-            benchmarks: See `options.add_rollout_defaults`.
+            completions: See `add_rollout_defaults`.
+            benchmarks: See `add_rollout_defaults`.
             records: What the outputs contain in addition.
 
         Raises:
@@ -114,3 +116,33 @@ def engine_of_run(elm: eLargeModel, model: LanguageModel) -> LentEngine:
             records=get_records(arguments),
         ),
     )
+
+
+class EngineBenchmark:
+    """Runs the tasks of `trainer.benchmarks`; see `ed_trainers.probes.Benchmark`.
+
+    The results are written to `benchmarks/<step>.json` in the run's directory.
+
+    Args:
+        elm: The run: its tasks, the section `eval` and the section `esurge`.
+
+    Raises:
+        ConfigError: lm-eval is not installed, a task is unknown, or its data is not available.
+    """
+
+    def __init__(self, elm: eLargeModel):
+        self._elm = elm
+        arguments = elm.build_training_arguments()
+        options = {**arguments.benchmark_options, "tasks": arguments.benchmarks}
+        self._tasks = elm.prepare_eval(EvalOptions.model_validate(options))
+
+    def __call__(self, tasks: Sequence[str], weights: Weights) -> dict[str, dict[str, float]]:
+        """Run the tasks with the current weights, and return task -> metric -> value."""
+        results = self._elm.config.directory / "benchmarks" / f"{weights.version}.json"
+        with engine_of_run(self._elm, weights.model).serving(weights) as engine:
+            metrics = harness.list_figures(self._tasks.run(engine, results))
+        # The files contain the standard errors; curves of a run do not.
+        return {
+            task: {n: value for n, value in values.items() if not n.endswith(harness.ERROR)}
+            for task, values in metrics.items()
+        }

@@ -150,8 +150,9 @@ def scale_size(config: DecoderConfig, factor: float) -> RungSize:
     }
     if isinstance(getattr(config, "head_dim", None), int):
         fields["head_dim"] = head_dim
-    if isinstance(getattr(config, "num_key_value_heads", None), int):
-        most = max(1, round(config.num_key_value_heads * new_heads / heads))
+    key_value_heads = getattr(config, "num_key_value_heads", None)
+    if isinstance(key_value_heads, int):
+        most = max(1, round(key_value_heads * new_heads / heads))
         fields["num_key_value_heads"] = max(n for n in range(1, most + 1) if new_heads % n == 0)
     for name in WIDTHS:
         width = getattr(config, name, None)

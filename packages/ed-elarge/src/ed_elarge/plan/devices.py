@@ -1,4 +1,4 @@
-"""Devices of a plan: the table `devices.json`, and the options `--topology` and `--devices`."""
+"""Devices of a plan: the table `devices.json`, the options `--topology` and `--devices`, memory."""
 
 from __future__ import annotations
 
@@ -252,3 +252,26 @@ def _split_evenly(chips: int, dimensions: int) -> tuple[int, ...]:
     ]
     best = min(shapes, key=lambda shape: (max(shape), -min(shape)))
     return tuple(sorted(best, key=lambda size: (size == 1, size)))
+
+
+@dataclass(frozen=True)
+class MemoryParts:
+    """Bytes on one device by part, and the bytes that a program can use."""
+
+    parts: Mapping[str, int]
+    limit: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
+    @property
+    def free(self) -> int:
+        """Bytes that remain; negative = missing."""
+        return self.limit - self.total
+
+    @property
+    def fits(self) -> bool:
+        """Whether all parts fit."""
+        return self.free >= 0

@@ -9,8 +9,7 @@ from ed_infra.errors import ConfigError
 
 from ed_elarge.config.run_config import RunConfig
 from ed_elarge.plan import serving, settings, shapes, timing, training
-from ed_elarge.plan.devices import Hardware
-from ed_elarge.plan.memory import MemoryParts
+from ed_elarge.plan.devices import Hardware, MemoryParts
 from ed_elarge.plan.mesh import PlanMesh, build_mesh
 from ed_elarge.plan.settings import Serving, Training
 from ed_elarge.plan.tensors import ModelShapes

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ed_elarge.plan.changes import PlanChange, list_changes
-from ed_elarge.plan.devices import FRACTION_VARIABLE, GIB
+from ed_elarge.plan.devices import FRACTION_VARIABLE, GIB, MemoryParts
 from ed_elarge.plan.estimate import RunPlan, ServingPlan, TrainingPlan, compute_limits
-from ed_elarge.plan.memory import MemoryParts
 from ed_elarge.plan.meshes import Candidate, format_candidate, rank_meshes
 from ed_elarge.plan.timing import Time
 

@@ -13,8 +13,7 @@ from ed_esurge.config import STATES_PER_SEQUENCE, EngineConfig
 from ed_esurge.core.page_pool import pages_of_sequence
 from ed_infra.errors import ConfigError
 
-from ed_elarge.plan.devices import DeviceKind
-from ed_elarge.plan.memory import MemoryParts
+from ed_elarge.plan.devices import DeviceKind, MemoryParts
 from ed_elarge.plan.mesh import PlanMesh
 from ed_elarge.plan.quantized import count_dequantized_values, count_weight_bytes
 from ed_elarge.plan.settings import Serving

@@ -14,7 +14,7 @@ from ed_trainers.options.groups import GRPOArguments
 from ed_elarge.building.dtypes import plan_param_dtype
 from ed_elarge.config.adaptation import LoraSection
 from ed_elarge.config.run_config import RunConfig
-from ed_elarge.engine.options import add_rollout_defaults
+from ed_elarge.config.sections import add_rollout_defaults
 from ed_elarge.plan.quantized import PlannedCodes
 
 

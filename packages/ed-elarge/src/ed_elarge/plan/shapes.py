@@ -20,6 +20,9 @@ from ed_elarge.config.run_config import RunConfig
 from ed_elarge.plan import child
 from ed_elarge.plan.tensors import CacheShape, CodeStorage, ModelShapes, PlanTensor, StateShape
 
+#: The modules that write an answer. With another of them, an answer of an earlier plan is not read.
+_PROGRAMS = ("answers.py", "abstract.py")
+
 
 def get_shapes(run: RunConfig, *, time_limit: float = 120.0) -> ModelShapes:
     """Return the shapes of the model of a run.
@@ -95,7 +98,9 @@ def vocabulary(run: RunConfig) -> int:
 
 def _load_shapes(run: RunConfig, config: Mapping[str, Any], time_limit: float) -> dict[str, Any]:
     """Return the answer of a child process, or the same answer from the cache of earlier plans."""
-    facts = [version("ed-models"), "states", config, _identify_codes(run)]
+    programs = b"".join(Path(__file__).with_name(name).read_bytes() for name in _PROGRAMS)
+    layout = hashlib.sha256(programs).hexdigest()
+    facts = [version("ed-models"), layout, config, _identify_codes(run)]
     text = json.dumps(facts, sort_keys=True, default=str)
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = hashlib.sha256(text.encode()).hexdigest()[:24]

@@ -114,7 +114,8 @@ class SampleScorer:
     def _encode_prompt(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return list(self._tokenizer(prompt)["input_ids"])
+        messages = [{**message} for message in prompt]
         text = self._tokenizer.apply_chat_template(
-            prompt, tokenize=False, add_generation_prompt=True
+            messages, tokenize=False, add_generation_prompt=True
         )
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self._tokenizer(str(text), add_special_tokens=False)["input_ids"])

@@ -4,7 +4,7 @@ Every proposal is verified. The step that computes the proposal also samples the
 position, with the noise of that position (`ed_esurge.runner.sampler`). Only an equal token accepts
 the proposal. The tokens of a request therefore do not depend on the proposals.
 
-A kind of proposals is a record `DraftKind` in a file of its own; `ed_esurge.engine.draft_setup`
+A kind of proposals is a record `DraftKind` in a file of its own; `ed_esurge.runner.drafts`
 lists all. `DraftLength` chooses the number of proposals for each request.
 """
 

@@ -26,7 +26,6 @@ from ed_esurge.core.scheduler import Scheduler, StepLimits
 from ed_esurge.core.state_store import StateStore
 from ed_esurge.core.step_time import ONE_STEP, StepTime
 from ed_esurge.embedded_prompts import EmbeddedPrompts
-from ed_esurge.engine.draft_setup import check_draft, create_proposer
 from ed_esurge.grammars.store import Grammars
 from ed_esurge.model import (
     get_platform,
@@ -37,7 +36,7 @@ from ed_esurge.model import (
     reads_ahead,
 )
 from ed_esurge.runner.buckets import Buckets
-from ed_esurge.runner.drafts import DRAFT_GROUP, DraftModel
+from ed_esurge.runner.drafts import DRAFT_GROUP, DraftModel, check_draft, create_proposer
 from ed_esurge.runner.host_pages import COPIES, PAGES_AT_ONCE
 from ed_esurge.runner.memory import get_recurrent_caches
 from ed_esurge.runner.model_runner import ModelRunner

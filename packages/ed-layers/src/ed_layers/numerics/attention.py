@@ -202,9 +202,10 @@ def _describe_paged(kernel: Kernel[Any], call: Paged) -> KernelUse:
 
     def build_ragged() -> RaggedBatch:
         seq = np.pad(np.repeat(np.arange(len(lengths)), q_lens), (0, padding))
-        arrays = {"cu_q_lens": [0, *ends], "kv_lens": lengths, "seq_of_token": seq}
         return RaggedBatch(
-            **{name: jnp.asarray(x, jnp.int32) for name, x in arrays.items()},
+            cu_q_lens=jnp.asarray([0, *ends], jnp.int32),
+            kv_lens=jnp.asarray(lengths, jnp.int32),
+            seq_of_token=jnp.asarray(seq, jnp.int32),
             slots={},
             page_table={group: jnp.asarray(new_table)},
             state_slots=jnp.zeros(len(lengths), jnp.int32),
