@@ -7,10 +7,6 @@ from ed_infra.enums import AVAILABLE_ATTENTION_MECHANISMS as AVAILABLE_ATTENTION
 from ed_infra.enums import AVAILABLE_GRADIENT_CHECKPOINT_TARGETS as AVAILABLE_GRADIENT_CHECKPOINT_TARGETS
 from ed_infra.enums import AVAILABLE_MOE_METHODS as AVAILABLE_MOE_METHODS
 from ed_infra import AXIS_NAMES as AXIS_NAMES
-from ed_models.families.afmoe import AfmoeConfig as AfmoeConfig
-from ed_models.families.afmoe import AfmoeDecoderLayer as AfmoeDecoderLayer
-from ed_models.families.afmoe import AfmoeForCausalLM as AfmoeForCausalLM
-from ed_models.families.afmoe import AfmoeModel as AfmoeModel
 from ed_models.families.albert import AlbertConfig as AlbertConfig
 from ed_models.families.albert import AlbertForMaskedLM as AlbertForMaskedLM
 from ed_models.families.albert import AlbertModel as AlbertModel
@@ -18,10 +14,6 @@ from ed_models.families.apertus import ApertusConfig as ApertusConfig
 from ed_models.families.apertus import ApertusDecoderLayer as ApertusDecoderLayer
 from ed_models.families.apertus import ApertusForCausalLM as ApertusForCausalLM
 from ed_models.families.apertus import ApertusModel as ApertusModel
-from ed_models.families.arcee import ArceeConfig as ArceeConfig
-from ed_models.families.arcee import ArceeDecoderLayer as ArceeDecoderLayer
-from ed_models.families.arcee import ArceeForCausalLM as ArceeForCausalLM
-from ed_models.families.arcee import ArceeModel as ArceeModel
 from ed_models.families.arctic import ArcticConfig as ArcticConfig
 from ed_models.families.arctic import ArcticDecoderLayer as ArcticDecoderLayer
 from ed_models.families.arctic import ArcticForCausalLM as ArcticForCausalLM
@@ -77,10 +69,6 @@ from ed_elarge.config.action_options import BenchmarkConfig as BenchmarkConfig
 from ed_models.families.bert import BertConfig as BertConfig
 from ed_models.families.bert import BertForMaskedLM as BertForMaskedLM
 from ed_models.families.bert import BertModel as BertModel
-from ed_models.families.biogpt import BioGptConfig as BioGptConfig
-from ed_models.families.biogpt import BioGptDecoderLayer as BioGptDecoderLayer
-from ed_models.families.biogpt import BioGptForCausalLM as BioGptForCausalLM
-from ed_models.families.biogpt import BioGptModel as BioGptModel
 from ed_infra.specs import BaseOperationConfig as _BlockSparseAttentionConfig
 from ed_models.families.bloom import BloomConfig as BloomConfig
 from ed_models.families.bloom import BloomDecoderLayer as BloomDecoderLayer
@@ -105,10 +93,6 @@ from ed_trainers import Callback as Callback
 from ed_infra import CausalLMOutput as CausalLMOutput
 from ed_infra import CheckpointError as CheckpointError
 from ed_trainers import CheckpointManager as CheckpointManager
-from ed_models.families.codegen import CodeGenConfig as CodeGenConfig
-from ed_models.families.codegen import CodeGenDecoderLayer as CodeGenDecoderLayer
-from ed_models.families.codegen import CodeGenForCausalLM as CodeGenForCausalLM
-from ed_models.families.codegen import CodeGenModel as CodeGenModel
 from ed_models.families.cohere2 import Cohere2Config as Cohere2Config
 from ed_models.families.cohere2 import Cohere2DecoderLayer as Cohere2DecoderLayer
 from ed_models.families.cohere2 import Cohere2ForCausalLM as Cohere2ForCausalLM
@@ -135,10 +119,6 @@ from ed_trainers.options.supervised import CrossEncoderArguments as CrossEncoder
 from ed_trainers.options.supervised import CrossEncoderArguments as _CrossEncoderConfig
 from ed_trainers.methods.cross_encoder import CrossEncoderTrainer as CrossEncoderTrainer
 from ed_layers import Ctx as Ctx
-from ed_models.families.cwm import CwmConfig as CwmConfig
-from ed_models.families.cwm import CwmDecoderLayer as CwmDecoderLayer
-from ed_models.families.cwm import CwmForCausalLM as CwmForCausalLM
-from ed_models.families.cwm import CwmModel as CwmModel
 from ed_models.families.dinov3_vit import DINOv3Layer as DINOv3Layer
 from ed_models.families.dinov3_vit import DINOv3ViTConfig as DINOv3ViTConfig
 from ed_models.families.dinov3_vit import DINOv3ViTModel as DINOv3ViTModel
@@ -257,15 +237,7 @@ from ed_models.families.falcon_mamba import FalconMambaForCausalLM as FalconMamb
 from ed_models.families.falcon_mamba import FalconMambaModel as FalconMambaModel
 from ed_models.families.falcon import FalconModel as FalconModel
 from ed_infra.specs import BaseOperationConfig as _FlashAttentionConfig
-from ed_models.families.flex_olmo import FlexOlmoConfig as FlexOlmoConfig
-from ed_models.families.flex_olmo import FlexOlmoDecoderLayer as FlexOlmoDecoderLayer
-from ed_models.families.flex_olmo import FlexOlmoForCausalLM as FlexOlmoForCausalLM
-from ed_models.families.flex_olmo import FlexOlmoModel as FlexOlmoModel
 from ed_layers.attention.mechanism import Mechanism as _FlexibleAttentionModule
-from ed_models.families.flint import FlintConfig as FlintConfig
-from ed_models.families.flint import FlintDecoderLayer as FlintDecoderLayer
-from ed_models.families.flint import FlintForCausalLM as FlintForCausalLM
-from ed_models.families.flint import FlintModel as FlintModel
 from ed_trainers.options.groups import GFPOArguments as GFPOArguments
 from ed_trainers.options.groups import GFPOArguments as _GFPOConfig
 from ed_trainers.methods.gfpo import GFPOTrainer as GFPOTrainer
@@ -276,18 +248,10 @@ from ed_models.families.gpt2 import GPT2Config as GPT2Config
 from ed_models.families.gpt2 import GPT2DecoderLayer as GPT2DecoderLayer
 from ed_models.families.gpt2 import GPT2LMHeadModel as GPT2LMHeadModel
 from ed_models.families.gpt2 import GPT2Model as GPT2Model
-from ed_models.families.gpt_bigcode import GPTBigCodeConfig as GPTBigCodeConfig
-from ed_models.families.gpt_bigcode import GPTBigCodeDecoderLayer as GPTBigCodeDecoderLayer
-from ed_models.families.gpt_bigcode import GPTBigCodeForCausalLM as GPTBigCodeForCausalLM
-from ed_models.families.gpt_bigcode import GPTBigCodeModel as GPTBigCodeModel
 from ed_models.families.gptj import GPTJConfig as GPTJConfig
 from ed_models.families.gptj import GPTJDecoderLayer as GPTJDecoderLayer
 from ed_models.families.gptj import GPTJForCausalLM as GPTJForCausalLM
 from ed_models.families.gptj import GPTJModel as GPTJModel
-from ed_models.families.gpt_neo import GPTNeoConfig as GPTNeoConfig
-from ed_models.families.gpt_neo import GPTNeoDecoderLayer as GPTNeoDecoderLayer
-from ed_models.families.gpt_neo import GPTNeoForCausalLM as GPTNeoForCausalLM
-from ed_models.families.gpt_neo import GPTNeoModel as GPTNeoModel
 from ed_models.families.gpt_neox import GPTNeoXConfig as GPTNeoXConfig
 from ed_models.families.gpt_neox import GPTNeoXForCausalLM as GPTNeoXForCausalLM
 from ed_models.families.gpt_neox import GPTNeoXModel as GPTNeoXModel
@@ -391,26 +355,10 @@ from ed_models.families.granitemoehybrid import GraniteMoeHybridDecoderLayer as 
 from ed_models.families.granitemoehybrid import GraniteMoeHybridForCausalLM as GraniteMoeHybridForCausalLM
 from ed_models.families.granitemoehybrid import GraniteMoeHybridModel as GraniteMoeHybridModel
 from ed_models.families.granitemoe import GraniteMoeModel as GraniteMoeModel
-from ed_models.families.granitemoe_swa import GraniteMoeSWAConfig as GraniteMoeSWAConfig
-from ed_models.families.granitemoe_swa import GraniteMoeSWADecoderLayer as GraniteMoeSWADecoderLayer
-from ed_models.families.granitemoe_swa import GraniteMoeSWAForCausalLM as GraniteMoeSWAForCausalLM
-from ed_models.families.granitemoe_swa import GraniteMoeSWAModel as GraniteMoeSWAModel
-from ed_models.families.granitemoeshared import GraniteMoeSharedConfig as GraniteMoeSharedConfig
-from ed_models.families.granitemoeshared import GraniteMoeSharedDecoderLayer as GraniteMoeSharedDecoderLayer
-from ed_models.families.granitemoeshared import GraniteMoeSharedForCausalLM as GraniteMoeSharedForCausalLM
-from ed_models.families.granitemoeshared import GraniteMoeSharedModel as GraniteMoeSharedModel
-from ed_models.families.granite_swa import GraniteSWAConfig as GraniteSWAConfig
-from ed_models.families.granite_swa import GraniteSWADecoderLayer as GraniteSWADecoderLayer
-from ed_models.families.granite_swa import GraniteSWAForCausalLM as GraniteSWAForCausalLM
-from ed_models.families.granite_swa import GraniteSWAModel as GraniteSWAModel
 from ed_models.families.grok_1 import Grok1Config as Grok1Config
 from ed_models.families.grok_1 import Grok1DecoderLayer as Grok1DecoderLayer
 from ed_models.families.grok_1 import Grok1ForCausalLM as Grok1ForCausalLM
 from ed_models.families.grok_1 import Grok1Model as Grok1Model
-from ed_models.families.hy_v3 import HYV3Config as HYV3Config
-from ed_models.families.hy_v3 import HYV3DecoderLayer as HYV3DecoderLayer
-from ed_models.families.hy_v3 import HYV3ForCausalLM as HYV3ForCausalLM
-from ed_models.families.hy_v3 import HYV3Model as HYV3Model
 from ed_models.families.helium import HeliumConfig as HeliumConfig
 from ed_models.families.helium import HeliumDecoderLayer as HeliumDecoderLayer
 from ed_models.families.helium import HeliumForCausalLM as HeliumForCausalLM
@@ -419,19 +367,7 @@ from ed_models.families.hunyuan_v1_dense import HunYuanDenseV1Config as HunYuanD
 from ed_models.families.hunyuan_v1_dense import HunYuanDenseV1DecoderLayer as HunYuanDenseV1DecoderLayer
 from ed_models.families.hunyuan_v1_dense import HunYuanDenseV1ForCausalLM as HunYuanDenseV1ForCausalLM
 from ed_models.families.hunyuan_v1_dense import HunYuanDenseV1Model as HunYuanDenseV1Model
-from ed_models.families.hunyuan_v1_moe import HunYuanMoEV1Config as HunYuanMoEV1Config
-from ed_models.families.hunyuan_v1_moe import HunYuanMoEV1DecoderLayer as HunYuanMoEV1DecoderLayer
-from ed_models.families.hunyuan_v1_moe import HunYuanMoEV1ForCausalLM as HunYuanMoEV1ForCausalLM
-from ed_models.families.hunyuan_v1_moe import HunYuanMoEV1Model as HunYuanMoEV1Model
 from ed_layers import HybridCache as HybridCache
-from ed_models.families.hyperclovax import HyperCLOVAXConfig as HyperCLOVAXConfig
-from ed_models.families.hyperclovax import HyperCLOVAXDecoderLayer as HyperCLOVAXDecoderLayer
-from ed_models.families.hyperclovax import HyperCLOVAXForCausalLM as HyperCLOVAXForCausalLM
-from ed_models.families.hyperclovax import HyperCLOVAXModel as HyperCLOVAXModel
-from ed_models.families.iquestcoder import IQuestCoderConfig as IQuestCoderConfig
-from ed_models.families.iquestcoder import IQuestCoderDecoderLayer as IQuestCoderDecoderLayer
-from ed_models.families.iquestcoder import IQuestCoderForCausalLM as IQuestCoderForCausalLM
-from ed_models.families.iquestcoder import IQuestCoderModel as IQuestCoderModel
 from ed_models.families.idefics3 import Idefics3Config as Idefics3Config
 from ed_models.families.idefics3 import Idefics3Connector as Idefics3Connector
 from ed_models.families.idefics3 import Idefics3ForConditionalGeneration as Idefics3ForConditionalGeneration
@@ -458,10 +394,6 @@ from ed_models.families.internvl import InternVLProjector as InternVLProjector
 from ed_models.families.internvl import InternVLVisionConfig as InternVLVisionConfig
 from ed_models.families.internvl import InternVLVisionLayer as InternVLVisionLayer
 from ed_models.families.internvl import InternVLVisionModel as InternVLVisionModel
-from ed_models.families.jais2 import Jais2Config as Jais2Config
-from ed_models.families.jais2 import Jais2DecoderLayer as Jais2DecoderLayer
-from ed_models.families.jais2 import Jais2ForCausalLM as Jais2ForCausalLM
-from ed_models.families.jais2 import Jais2Model as Jais2Model
 from ed_models.families.jamba import JambaConfig as JambaConfig
 from ed_models.families.jamba import JambaDecoderLayer as JambaDecoderLayer
 from ed_models.families.jamba import JambaForCausalLM as JambaForCausalLM
@@ -484,10 +416,6 @@ from ed_models.families.kimi_linear import KimiLinearForCausalLM as KimiLinearFo
 from ed_models.families.kimi_linear import KimiLinearModel as KimiLinearModel
 from ed_models.families.kimi_k25 import KimiMerger as KimiMerger
 from ed_models.families.kimi_k25 import KimiTower as KimiTower
-from ed_models.families.kolibri1 import Kolibri1Config as Kolibri1Config
-from ed_models.families.kolibri1 import Kolibri1DecoderLayer as Kolibri1DecoderLayer
-from ed_models.families.kolibri1 import Kolibri1ForCausalLM as Kolibri1ForCausalLM
-from ed_models.families.kolibri1 import Kolibri1Model as Kolibri1Model
 from ed_esurge import LLM as LLM
 from ed_models.protocol import LanguageModel as LanguageModel
 from ed_models.families.nemotron_h import LatentExperts as LatentExperts
@@ -575,19 +503,11 @@ from ed_models.families.marian import MarianModel as MarianModel
 from ed_infra import MaskInfo as MaskInfo
 from ed_layers import Mechanism as Mechanism
 from ed_data import Media as Media
-from ed_models.families.mellum import MellumConfig as MellumConfig
-from ed_models.families.mellum import MellumDecoderLayer as MellumDecoderLayer
-from ed_models.families.mellum import MellumForCausalLM as MellumForCausalLM
-from ed_models.families.mellum import MellumModel as MellumModel
 from ed_infra import MeshError as MeshError
 from ed_trainers import Method as Method
 from ed_trainers import MethodEntry as MethodEntry
 from ed_trainers import MethodRun as MethodRun
 from ed_infra import Metric as Metric
-from ed_models.families.minicpm3 import MiniCPM3Config as MiniCPM3Config
-from ed_models.families.minicpm3 import MiniCPM3DecoderLayer as MiniCPM3DecoderLayer
-from ed_models.families.minicpm3 import MiniCPM3ForCausalLM as MiniCPM3ForCausalLM
-from ed_models.families.minicpm3 import MiniCPM3Model as MiniCPM3Model
 from ed_models.families.minimax import MiniMaxConfig as MiniMaxConfig
 from ed_models.families.minimax import MiniMaxDecoderLayer as MiniMaxDecoderLayer
 from ed_models.families.minimax import MiniMaxForCausalLM as MiniMaxForCausalLM
@@ -601,10 +521,6 @@ from ed_models.families.ministral3 import Ministral3Config as Ministral3Config
 from ed_models.families.ministral3 import Ministral3DecoderLayer as Ministral3DecoderLayer
 from ed_models.families.ministral3 import Ministral3ForCausalLM as Ministral3ForCausalLM
 from ed_models.families.ministral3 import Ministral3Model as Ministral3Model
-from ed_models.families.ministral import MinistralConfig as MinistralConfig
-from ed_models.families.ministral import MinistralDecoderLayer as MinistralDecoderLayer
-from ed_models.families.ministral import MinistralForCausalLM as MinistralForCausalLM
-from ed_models.families.ministral import MinistralModel as MinistralModel
 from ed_models.families.mistral3 import Mistral3Config as Mistral3Config
 from ed_models.families.mistral3 import Mistral3ForConditionalGeneration as Mistral3ForConditionalGeneration
 from ed_models.families.mistral3 import Mistral3Model as Mistral3Model
@@ -716,10 +632,6 @@ from ed_infra import PartitionManager as PartitionManager
 from ed_models.families.pegasus import PegasusConfig as PegasusConfig
 from ed_models.families.pegasus import PegasusForConditionalGeneration as PegasusForConditionalGeneration
 from ed_models.families.pegasus import PegasusModel as PegasusModel
-from ed_models.families.persimmon import PersimmonConfig as PersimmonConfig
-from ed_models.families.persimmon import PersimmonDecoderLayer as PersimmonDecoderLayer
-from ed_models.families.persimmon import PersimmonForCausalLM as PersimmonForCausalLM
-from ed_models.families.persimmon import PersimmonModel as PersimmonModel
 from ed_models.families.phi3 import Phi3Config as Phi3Config
 from ed_models.families.phi3 import Phi3DecoderLayer as Phi3DecoderLayer
 from ed_models.families.phi3 import Phi3ForCausalLM as Phi3ForCausalLM
@@ -910,10 +822,6 @@ from ed_models.families.idefics3 import SmolVLMConfig as SmolVLMConfig
 from ed_models.families.idefics3 import SmolVLMForConditionalGeneration as SmolVLMForConditionalGeneration
 from ed_models.families.idefics3 import SmolVLMModel as SmolVLMModel
 from ed_models.families.idefics3 import SmolVLMVisionConfig as SmolVLMVisionConfig
-from ed_models.families.solar_open import SolarOpenConfig as SolarOpenConfig
-from ed_models.families.solar_open import SolarOpenDecoderLayer as SolarOpenDecoderLayer
-from ed_models.families.solar_open import SolarOpenForCausalLM as SolarOpenForCausalLM
-from ed_models.families.solar_open import SolarOpenModel as SolarOpenModel
 from ed_trainers.options.supervised import SpanCorruptionArguments as SpanCorruptionArguments
 from ed_trainers.options.supervised import SpanCorruptionArguments as _SpanCorruptionConfig
 from ed_trainers.methods.span_corruption import SpanCorruptionTrainer as SpanCorruptionTrainer
@@ -959,10 +867,6 @@ from ed_models.families.umt5 import UMT5Config as UMT5Config
 from ed_models.families.umt5 import UMT5ForConditionalGeneration as UMT5ForConditionalGeneration
 from ed_models.families.umt5 import UMT5Model as UMT5Model
 from ed_data import Value as Value
-from ed_models.families.vaultgemma import VaultGemmaConfig as VaultGemmaConfig
-from ed_models.families.vaultgemma import VaultGemmaDecoderLayer as VaultGemmaDecoderLayer
-from ed_models.families.vaultgemma import VaultGemmaForCausalLM as VaultGemmaForCausalLM
-from ed_models.families.vaultgemma import VaultGemmaModel as VaultGemmaModel
 from ed_models.families.vit import ViTConfig as ViTConfig
 from ed_models.families.vit import ViTForImageClassification as ViTForImageClassification
 from ed_models.families.vit import ViTModel as ViTModel
@@ -989,10 +893,6 @@ from ed_models.families.xlm_roberta import XLMRobertaModel as XLMRobertaModel
 from ed_trainers.options.online import XPOArguments as XPOArguments
 from ed_trainers.options.online import XPOArguments as _XPOConfig
 from ed_trainers.methods.xpo import XPOTrainer as XPOTrainer
-from ed_models.families.youtu import YoutuConfig as YoutuConfig
-from ed_models.families.youtu import YoutuDecoderLayer as YoutuDecoderLayer
-from ed_models.families.youtu import YoutuForCausalLM as YoutuForCausalLM
-from ed_models.families.youtu import YoutuModel as YoutuModel
 from ed_layers import apply_rotary as apply_rotary
 from ed_trainers import arguments_class as arguments_class
 from ed_layers import attend as attend
@@ -1058,8 +958,6 @@ from ed_models.tasks.embedding import Embedder as _ForEmbedding
 from ed_models.tasks.encoders import TokenClassifier as _ForTokenClassification
 from ed_models.tasks.encoders import QuestionAnswerer as _ForQuestionAnswering
 from ed_models.tasks.encoders import MultipleChoice as _ForMultipleChoice
-AfmoeForEmbedding = _ForEmbedding
-AfmoeForSequenceClassification = _ForSequenceClassification
 AlbertForEmbedding = _ForEmbedding
 AlbertForMultipleChoice = _ForMultipleChoice
 AlbertForQuestionAnswering = _ForQuestionAnswering
@@ -1067,8 +965,6 @@ AlbertForSequenceClassification = _ForSequenceClassification
 AlbertForTokenClassification = _ForTokenClassification
 ApertusForEmbedding = _ForEmbedding
 ApertusForSequenceClassification = _ForSequenceClassification
-ArceeForEmbedding = _ForEmbedding
-ArceeForSequenceClassification = _ForSequenceClassification
 ArcticForEmbedding = _ForEmbedding
 ArcticForSequenceClassification = _ForSequenceClassification
 AttentionConfig = _AttentionConfig
@@ -1103,16 +999,12 @@ BertForMultipleChoice = _ForMultipleChoice
 BertForQuestionAnswering = _ForQuestionAnswering
 BertForSequenceClassification = _ForSequenceClassification
 BertForTokenClassification = _ForTokenClassification
-BioGptForEmbedding = _ForEmbedding
-BioGptForSequenceClassification = _ForSequenceClassification
 BlockSparseAttentionConfig = _BlockSparseAttentionConfig
 BlockSparseAttn: _Mechanism
 BloomForEmbedding = _ForEmbedding
 BloomForSequenceClassification = _ForSequenceClassification
 CPOConfig = _CPOConfig
 CTCConfig = _CTCConfig
-CodeGenForEmbedding = _ForEmbedding
-CodeGenForSequenceClassification = _ForSequenceClassification
 Cohere2ForEmbedding = _ForEmbedding
 Cohere2ForSequenceClassification = _ForSequenceClassification
 Cohere2MoeForEmbedding = _ForEmbedding
@@ -1121,8 +1013,6 @@ CohereForEmbedding = _ForEmbedding
 CohereForSequenceClassification = _ForSequenceClassification
 ContrastiveConfig = _ContrastiveConfig
 CrossEncoderConfig = _CrossEncoderConfig
-CwmForEmbedding = _ForEmbedding
-CwmForSequenceClassification = _ForSequenceClassification
 DPOConfig = _DPOConfig
 DatasetLoadError = _DatasetLoadError
 DatasetMixture = _DatasetMixture
@@ -1176,19 +1066,11 @@ FalconMambaForEmbedding = _ForEmbedding
 FalconMambaForSequenceClassification = _ForSequenceClassification
 FlashAttentionConfig = _FlashAttentionConfig
 FlashAttn: _Mechanism
-FlexOlmoForEmbedding = _ForEmbedding
-FlexOlmoForSequenceClassification = _ForSequenceClassification
 FlexibleAttentionModule = _FlexibleAttentionModule
-FlintForEmbedding = _ForEmbedding
-FlintForSequenceClassification = _ForSequenceClassification
 GFPOConfig = _GFPOConfig
 GKDConfig = _GKDConfig
-GPTBigCodeForEmbedding = _ForEmbedding
-GPTBigCodeForSequenceClassification = _ForSequenceClassification
 GPTJForEmbedding = _ForEmbedding
 GPTJForSequenceClassification = _ForSequenceClassification
-GPTNeoForEmbedding = _ForEmbedding
-GPTNeoForSequenceClassification = _ForSequenceClassification
 GPTNeoXForEmbedding = _ForEmbedding
 GPTNeoXForSequenceClassification = _ForSequenceClassification
 GRPOConfig = _GRPOConfig
@@ -1235,33 +1117,17 @@ GraniteMoeForEmbedding = _ForEmbedding
 GraniteMoeForSequenceClassification = _ForSequenceClassification
 GraniteMoeHybridForEmbedding = _ForEmbedding
 GraniteMoeHybridForSequenceClassification = _ForSequenceClassification
-GraniteMoeSWAForEmbedding = _ForEmbedding
-GraniteMoeSWAForSequenceClassification = _ForSequenceClassification
-GraniteMoeSharedForEmbedding = _ForEmbedding
-GraniteMoeSharedForSequenceClassification = _ForSequenceClassification
-GraniteSWAForEmbedding = _ForEmbedding
-GraniteSWAForSequenceClassification = _ForSequenceClassification
 Grok1ForEmbedding = _ForEmbedding
 Grok1ForSequenceClassification = _ForSequenceClassification
-HYV3ForEmbedding = _ForEmbedding
-HYV3ForSequenceClassification = _ForSequenceClassification
 HeliumForEmbedding = _ForEmbedding
 HeliumForSequenceClassification = _ForSequenceClassification
 HunYuanDenseV1ForEmbedding = _ForEmbedding
 HunYuanDenseV1ForSequenceClassification = _ForSequenceClassification
-HunYuanMoEV1ForEmbedding = _ForEmbedding
-HunYuanMoEV1ForSequenceClassification = _ForSequenceClassification
-HyperCLOVAXForEmbedding = _ForEmbedding
-HyperCLOVAXForSequenceClassification = _ForSequenceClassification
-IQuestCoderForEmbedding = _ForEmbedding
-IQuestCoderForSequenceClassification = _ForSequenceClassification
 ImageClassificationConfig = _ImageClassificationConfig
 InternLM2ForEmbedding = _ForEmbedding
 InternLM2ForSequenceClassification = _ForSequenceClassification
 InternLM3ForEmbedding = _ForEmbedding
 InternLM3ForSequenceClassification = _ForSequenceClassification
-Jais2ForEmbedding = _ForEmbedding
-Jais2ForSequenceClassification = _ForSequenceClassification
 JambaForEmbedding = _ForEmbedding
 JambaForSequenceClassification = _ForSequenceClassification
 JitableSamplingParams = _JitableSamplingParams
@@ -1270,8 +1136,6 @@ KimiK2ForEmbedding = _ForEmbedding
 KimiK2ForSequenceClassification = _ForSequenceClassification
 KimiLinearForEmbedding = _ForEmbedding
 KimiLinearForSequenceClassification = _ForSequenceClassification
-Kolibri1ForEmbedding = _ForEmbedding
-Kolibri1ForSequenceClassification = _ForSequenceClassification
 Lfm2ForEmbedding = _ForEmbedding
 Lfm2ForSequenceClassification = _ForSequenceClassification
 Lfm2MoeForEmbedding = _ForEmbedding
@@ -1294,18 +1158,12 @@ Mamba2ForEmbedding = _ForEmbedding
 Mamba2ForSequenceClassification = _ForSequenceClassification
 MambaForEmbedding = _ForEmbedding
 MambaForSequenceClassification = _ForSequenceClassification
-MellumForEmbedding = _ForEmbedding
-MellumForSequenceClassification = _ForSequenceClassification
-MiniCPM3ForEmbedding = _ForEmbedding
-MiniCPM3ForSequenceClassification = _ForSequenceClassification
 MiniMaxForEmbedding = _ForEmbedding
 MiniMaxForSequenceClassification = _ForSequenceClassification
 MiniMaxM2ForEmbedding = _ForEmbedding
 MiniMaxM2ForSequenceClassification = _ForSequenceClassification
 Ministral3ForEmbedding = _ForEmbedding
 Ministral3ForSequenceClassification = _ForSequenceClassification
-MinistralForEmbedding = _ForEmbedding
-MinistralForSequenceClassification = _ForSequenceClassification
 MistralForEmbedding = _ForEmbedding
 MistralForSequenceClassification = _ForSequenceClassification
 MixtralForEmbedding = _ForEmbedding
@@ -1350,8 +1208,6 @@ OperationRegistry = _OperationRegistry
 PPOConfig = _PPOConfig
 PRMConfig = _PRMConfig
 PagedFlashAttn: _Mechanism
-PersimmonForEmbedding = _ForEmbedding
-PersimmonForSequenceClassification = _ForSequenceClassification
 Phi3ForEmbedding = _ForEmbedding
 Phi3ForSequenceClassification = _ForSequenceClassification
 PhiForEmbedding = _ForEmbedding
@@ -1416,8 +1272,6 @@ SequenceClassificationConfig = _SequenceClassificationConfig
 SimPOConfig = _SimPOConfig
 SmolLM3ForEmbedding = _ForEmbedding
 SmolLM3ForSequenceClassification = _ForSequenceClassification
-SolarOpenForEmbedding = _ForEmbedding
-SolarOpenForSequenceClassification = _ForSequenceClassification
 SpanCorruptionConfig = _SpanCorruptionConfig
 SparseDistillationConfig = _SparseDistillationConfig
 StableLmForEmbedding = _ForEmbedding
@@ -1429,8 +1283,6 @@ TokenClassificationConfig = _TokenClassificationConfig
 ToolParser = _ToolParser
 ToolParserManager = _ToolParserManager
 VanillaAttn: _Mechanism
-VaultGemmaForEmbedding = _ForEmbedding
-VaultGemmaForSequenceClassification = _ForSequenceClassification
 VisualDatasetInform = _VisualDatasetInform
 WhisperTimeStampLogitsProcessor = _WhisperTimeStampLogitsProcessor
 XLMRobertaForEmbedding = _ForEmbedding
@@ -1439,8 +1291,6 @@ XLMRobertaForQuestionAnswering = _ForQuestionAnswering
 XLMRobertaForSequenceClassification = _ForSequenceClassification
 XLMRobertaForTokenClassification = _ForTokenClassification
 XPOConfig = _XPOConfig
-YoutuForEmbedding = _ForEmbedding
-YoutuForSequenceClassification = _ForSequenceClassification
 auto_pytree = _auto_pytree
 build_dataset = _build_dataset
 ePath = _ePath
