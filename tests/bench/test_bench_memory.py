@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -42,14 +40,6 @@ def test_blockwise_memory_is_linear_in_sequence_length(
     # Full scores are quadratic, so the linear growth is not an artifact of the measurement.
     assert long.vanilla / long.length > 6 * short.vanilla / short.length
     assert long.blockwise < long.vanilla / 100
-
-
-@pytest.fixture
-def processes_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the processes of a test import torch in transformers; see `tests/subprocesses`."""
-    folders = os.environ["PYTHONPATH"].split(os.pathsep)
-    visible = [folder for folder in folders if Path(folder).name != "subprocesses"]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(visible))
 
 
 @pytest.mark.timeout(1800)

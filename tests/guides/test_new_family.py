@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -87,15 +86,10 @@ def test_source_of_a_draft_is_a_module_in_the_style_of_the_families() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.torch
+@pytest.mark.usefixtures("processes_with_torch")
 @pytest.mark.parametrize("model_type", REGENERATED)
 def test_regenerated_family_has_logits_of_the_family_by_hand(model_type: str) -> None:
     command = [sys.executable, "-m", "tools.new_family.compare", model_type]
-    # The processes of tests hide torch from transformers; this one compares with torch.
-    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    shown = os.pathsep.join(path for path in paths if Path(path).name != "subprocesses")
-    environment = {**os.environ, "PYTHONPATH": shown}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert f"{model_type}: equal" in done.stdout

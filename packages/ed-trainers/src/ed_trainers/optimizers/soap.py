@@ -5,6 +5,9 @@ runs on the gradients in these bases. The bases are the eigenvectors after the f
 every `precondition_frequency` updates one step of orthogonal iteration moves them. As in the
 authors' code, the first gradient only creates the bases, so the first update is 0.
 
+The Gram matrix of the longer axis has a null space, whose eigenvectors are arbitrary. Adam's
+updates depend on them, so another mesh or layout may give another run that is equally valid.
+
 An axis that is longer than `max_precond_dim` has no basis. Vectors are updated by Adam, unless
 `precondition_1d` is set. An array with more than two axes is processed as a matrix.
 
