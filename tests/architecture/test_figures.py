@@ -66,7 +66,10 @@ def test_figures_of_the_packages_do_not_grow() -> None:
     assert sum(map(figures.count_any, files)) <= 290, "annotations `: Any`"
     assert sum(text.count(figures.IGNORED) for text in files) <= 30, "comments `type: ignore`"
     assert len(figures.list_repeated_names(texts())) <= 48, "public names in several modules"
-    assert sum(text.count("\n") < 60 for text in files) <= 153, "files below 60 lines"
+    short = [name for name, text in texts().items() if text.count("\n") < 60]
+    # A short family is the goal; a short module elsewhere is one more file to open.
+    elsewhere = [name for name in short if not name.startswith("ed_models.families.")]
+    assert len(elsewhere) <= 127, "files below 60 lines"
 
 
 def test_one_place_declares_an_option_of_the_server() -> None:
