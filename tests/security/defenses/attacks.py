@@ -320,6 +320,14 @@ ATTACKS: dict[str, tuple[Edit, ...]] = {
     "::test_small_batch_of_another_key_ends_during_a_large_batch": (
         Edit(
             f"{ESURGE}/server/batches/worker.py",
+            "MAX_OWNERS, TURN_SECONDS = 16, 60.0",
+            "MAX_OWNERS, TURN_SECONDS = 1, 60.0",
+        ),
+    ),
+    f"{ESURGE_TESTS}/test_server_batch_quotas.py"
+    "::test_free_slots_go_to_the_owner_with_the_fewest_running_lines": (
+        Edit(
+            f"{ESURGE}/server/batches/worker.py",
             "place = min(self._waiting, key=lambda entry: self._running[entry[0]])",
             "place = self._waiting[0]",
         ),
