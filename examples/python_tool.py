@@ -1,6 +1,6 @@
 """An environment: the model may run Python code, and is rewarded for a correct answer.
 
-    asynchronous: {environment: examples/python_tool.py:PythonTool}
+    trainer: {trainer_type: grpo, environment: examples/python_tool.py:PythonTool}
 
 A message with a block of Python code is a call: the code runs in a sandbox, and the model reads the
 output. Another message is the answer, which is compared with the field `answer` of the row.

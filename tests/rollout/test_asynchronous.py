@@ -80,12 +80,29 @@ class Echo:
 """
 
 
+#: Every fourth token ends a message, so that samples have several of them.
+ENDS = f"esurge: {{extra_eos_token_ids: {list(range(3, 270, 4))}}}\n"
+
+
+@pytest.mark.nightly
+def test_environment_in_the_process_of_the_trainer_gives_the_same_run(tmp_path):
+    text = RUN.replace("max_completion_length: 24", "max_completion_length: 40")
+    text = text.replace("max_training_steps: 8", "max_training_steps: 2")
+    environment = "trainer:\n  environment: echo.py:Echo\n  max_turns: 2\n"
+    runs = []
+    for name, section in (("alone", ""), ("apart", "asynchronous: {max_staleness: 0}\n")):
+        folder = write(tmp_path / name, ENDS + section, text.replace("trainer:\n", environment))
+        (folder / "echo.py").write_text(ECHO)
+        runs.append(finish(folder))
+    alone, apart = runs
+    assert [row["loss"] for row in apart] == [row["loss"] for row in alone]
+    assert alone[0]["rewards/environment/mean"] == apart[0]["rewards/environment/mean"] > 0.25
+
+
 @pytest.mark.nightly
 def test_environment_replies_in_samples_and_its_words_have_no_log_probabilities(tmp_path):
     text = RUN.replace("max_completion_length: 24", "max_completion_length: 40")
-    # Every fourth token ends a message, so that samples have several of them.
-    section = f"esurge: {{extra_eos_token_ids: {list(range(3, 270, 4))}}}\n"
-    section += "asynchronous: {max_staleness: 1, environment: 'echo.py:Echo'}\n"
+    section = ENDS + "asynchronous: {max_staleness: 1, environment: 'echo.py:Echo'}\n"
     folder = write(
         tmp_path, section, text.replace("max_training_steps: 8", "max_training_steps: 2")
     )

@@ -283,7 +283,7 @@ def test_server_of_easydel_has_one_worker() -> None:
 
 def test_method_without_a_place_is_an_error_with_one() -> None:
     message = refuse(trainer__trainer_type="agentic-moshpit")
-    assert "'agentic-moshpit' is not supported; use grpo, with an environment" in message
+    assert "'agentic-moshpit' is not supported; use grpo, with the class of an" in message
 
 
 # The table.

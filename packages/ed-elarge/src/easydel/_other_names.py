@@ -147,7 +147,7 @@ _OMNI = "Qwen3-Omni is not implemented; for sound and text use Qwen2AudioForCond
 _XERXES = "a model of EasyDeL's author without published weights; no other library has the family"
 _DIFFUSION = "language models that denoise text are not implemented"
 _SPARSE = "use SparseMLP of ed_layers.moe.layer, which has a Router and Experts"
-_MOSHPIT = "use online methods with `environments` (docs/tasks/asynchronous_rl.md)"
+_MOSHPIT = "use grpo with `trainer.environment` (docs/tasks/asynchronous_rl.md)"
 
 
 def _same(names: str, reason: str) -> dict[str, str]:

@@ -473,7 +473,7 @@ IDLE_KEYS: dict[tuple[str, str], tuple[tuple[str, ...], tuple[object, ...], str]
 #: (section, key) -> value that is an error -> what to write instead.
 OTHER_VALUES = {
     ("trainer", "trainer_type"): {
-        "agentic_moshpit": "grpo, with an environment in the section asynchronous",
+        "agentic_moshpit": "grpo, with the class of an environment as trainer.environment",
         "ray_distributed": "`elarge launch`, which starts the processes",
     }
 }

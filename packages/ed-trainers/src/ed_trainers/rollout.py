@@ -170,7 +170,8 @@ class Rollout(Protocol):
         Args:
             prompts: token ids.
             params: settings of the sampling: `max_tokens`, `temperature`, `top_p`, `top_k`,
-                `min_p`, and further settings of the implementation.
+                `min_p`, and further settings of the implementation. With an environment,
+                `max_tokens` is a list with a number for each prompt.
             weights: the weights to sample with; readable until this call returns.
             seeds: one per prompt; equal seeds, prompts, settings and weights produce equal tokens.
             images: arrays of the images of the prompts by name, [prompts, ...], padded with zeros;

@@ -26,6 +26,7 @@ from ed_trainers.online.sample_ledger import (
     SampleKey,
     SampleLedger,
     SamplePart,
+    build_sample,
 )
 from ed_trainers.options.online import OnlineArguments, RewardedArguments
 from ed_trainers.rollout import Sampled, SampleRequest, Weights
@@ -59,7 +60,8 @@ class AsynchronousRollout:
                 "options for several processes, and add engines of other hosts with `elarge join`"
             )
         self.max_staleness = options.max_staleness
-        self.reward_names = ("environment",) if options.environment else ()
+        self._environment = elm.config.environment
+        self.reward_names = (ENVIRONMENT,) if self._environment else ()
         self._elm, self._options = elm, options
         self._scores = isinstance(arguments, RewardedArguments) and bool(arguments.reward_functions)
         self._changed = threading.Condition(threading.RLock())
@@ -203,7 +205,7 @@ class AsynchronousRollout:
             if self._ledger.cut:
                 print(f"{LEDGER}: {self._ledger.cut} incomplete bytes were cut off", flush=True)
             self._vocab_size = get_vocab_size(self._elm.part("model"))
-            serves = self._scores or self._options.environment is not None
+            serves = self._scores or self._environment is not None
             counts = {
                 ENGINE: self._options.engines,
                 ENVIRONMENT: self._options.environment_processes if serves else 0,
@@ -286,7 +288,7 @@ class AsynchronousRollout:
             message.get("experts"),
             message["masks"],
         )
-        if done and self._options.environment is None:
+        if done and self._environment is None:
             self._finish(ledger, key, [*ledger.parts(key), part], ended=message["ended"])
             return True
         ledger.add_part(key, part)
@@ -398,41 +400,3 @@ class AsynchronousRollout:
             "row": dict(request.rows[first // request.copies]),
             "completion_ids": [list(ledger.sample((number, place)).token_ids) for place in places],
         }
-
-
-def build_sample(
-    parts: Sequence[SamplePart], *, ended: bool, reward: float | None = None
-) -> Sampled:
-    """Return a finished sample from its parts.
-
-    Args:
-        parts: all tokens of the sample, in order.
-        ended: see `Sampled.ended`.
-        reward: reward of the environment.
-    """
-    tokens: list[int] = []
-    logprobs: list[float] = []
-    versions: list[tuple[int, int]] = []
-    given_spans: list[tuple[int, int]] = []
-    for part in parts:
-        count = len(part.tokens)
-        if part.version == GIVEN:
-            given_spans.append((len(tokens), count))
-        elif versions and versions[-1][0] == part.version:
-            versions[-1] = part.version, versions[-1][1] + count
-        else:
-            versions.append((part.version, count))
-        tokens += part.tokens
-        logprobs += part.logprobs
-    rewards = None if reward is None else [reward]
-    first = versions[0][0]
-    experts = [part.experts for part in parts if part.experts is not None]
-    masks = None
-    if any(part.masks is not None for part in parts):
-        nothing = np.zeros(0, np.int32)
-        masks = [m for part in parts for m in part.masks or [nothing] * len(part.tokens)]
-    return Sampled(
-        *(tokens, logprobs, first, ended, tuple(versions), tuple(given_spans), rewards),
-        experts=experts[-1] if experts else None,
-        masks=masks,
-    )

@@ -294,6 +294,12 @@ class RunConfig:
         return mixture is not None and bool(mixture.eval_fraction or mixture.eval_informs)
 
     @property
+    def environment(self) -> str | None:
+        """Class of the environment of a method that samples, or None."""
+        of_trainer = getattr(self.trainer, "environment", None)
+        return of_trainer or (self.asynchronous and self.asynchronous.environment)
+
+    @property
     def weight_format(self) -> WeightFormat | None:
         """Quantization format of the model's weights, or None.
 

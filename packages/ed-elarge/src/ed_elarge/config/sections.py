@@ -356,8 +356,7 @@ class AsynchronousSection(Options):
     engines: Annotated[int, Field(ge=0, le=1024)] = 1
     """Engine processes on the host of the trainer. 0: only engines that join from other hosts."""
     environment: Name | None = None
-    """Class of the environment that replies to the messages of the model, `path/file.py:Class` or
-    `module:Class`; see `ed_trainers.environments`. None: a sample is one message."""
+    """Other place of `trainer.environment`."""
     environment_processes: Annotated[int, Field(ge=0, le=1024)] = 1
     """Processes on the host of the trainer with the environments and the reward functions."""
     listen: Annotated[str, Field(pattern=r"^[^:\s]+:\d{1,5}$")] = "127.0.0.1:0"

@@ -54,7 +54,7 @@ class EngineRollout:
 
         Args:
             prompts: Token ids of each prompt.
-            params: Fields of `SamplingParams`.
+            params: Fields of `SamplingParams`; `max_tokens` is a number, or one for each prompt.
             weights: The weights, borrowed until the call returns.
             seeds: A seed for each prompt.
             images: Arrays of the images of the prompts by name, with a row for each prompt.
@@ -66,8 +66,14 @@ class EngineRollout:
             "logprobs_mode": "processed_logprobs",
             "detokenize": bool(params.get("stop")),
         }
-        many = [{"seed": seed} for seed in seeds] if seeds is not None else [{}] * len(prompts)
-        sampling = [SamplingParams(**{**fixed, **seed_options}) for seed_options in many]
+        many: list[dict[str, int]] = [{} for _ in prompts]
+        lengths = params["max_tokens"]
+        for number, own_params in enumerate(many):
+            if seeds is not None:
+                own_params["seed"] = seeds[number]
+            if isinstance(lengths, Sequence):
+                own_params["max_tokens"] = lengths[number]
+        sampling = [SamplingParams(**{**fixed, **own_params}) for own_params in many]
         with self._lent.serving(weights) as engine:
             inputs = None if images is None else _items(engine, prompts, images)
             outputs = engine.generate(

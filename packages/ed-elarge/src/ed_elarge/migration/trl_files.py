@@ -196,7 +196,7 @@ TRL_RULES: dict[str, KeyRule] = {
     "model_init_kwargs": KeyRule("the sections model and loader", _put_model_arguments),
     "teacher_model_init_kwargs": lose("the section teacher_model"),
     "vllm_structured_outputs_regex": lose("no counterpart"),
-    "max_tool_calling_iterations": lose("no counterpart"),
+    "max_tool_calling_iterations": lose("trainer.max_turns, with trainer.environment"),
     "padding_value": omit("padding has no token of its own in the loss"),
     "generate_during_eval": lose("trainer.generation_prompts and generation_interval"),
     "is_encoder_decoder": omit("the configuration of the model decides"),

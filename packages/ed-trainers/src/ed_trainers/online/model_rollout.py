@@ -45,7 +45,8 @@ class ModelRollout:
         settings: dict[str, Any] = {name: params[name] for name in ("temperature", "top_p")}
         # In these settings, zero means "no limit".
         settings |= {name: params[name] for name in ("top_k", "min_p") if params.get(name)}
-        ends = _end_tokens(model)
+        ends, lengths = _end_tokens(model), params["max_tokens"]
+        limits = lengths if isinstance(lengths, Sequence) else [lengths] * len(prompts)
         sampled: list[Sampled] = []
         for start in range(0, len(prompts), self._rows):
             prompt_batch = [list(prompt) for prompt in prompts[start : start + self._rows]]
@@ -60,7 +61,7 @@ class ModelRollout:
             output = model.generate(
                 ids,
                 attention_mask=mask,
-                max_new_tokens=params["max_tokens"],
+                max_new_tokens=max(limits[start : start + self._rows]),
                 do_sample=True,
                 seed=0 if seeds is None else seeds[start],
                 output_logprobs=True,
@@ -70,7 +71,7 @@ class ModelRollout:
             )
             assert output.logprobs is not None
             for row in range(len(prompt_batch)):
-                answer = output.sequences[row, width:].tolist()
+                answer = output.sequences[row, width : width + limits[start + row]].tolist()
                 end = next((i for i, token in enumerate(answer) if token in ends), None)
                 answer_slice = slice(len(answer) if end is None else end + 1)
                 logprobs = output.logprobs[row, answer_slice].tolist()

@@ -68,6 +68,44 @@ class SamplePart(NamedTuple):
     masks: Sequence[np.ndarray] | None = None
 
 
+def build_sample(
+    parts: Sequence[SamplePart], *, ended: bool, reward: float | None = None
+) -> Sampled:
+    """Return a finished sample from its parts.
+
+    Args:
+        parts: all tokens of the sample, in order.
+        ended: see `Sampled.ended`.
+        reward: reward of the environment.
+    """
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    versions: list[tuple[int, int]] = []
+    given_spans: list[tuple[int, int]] = []
+    for part in parts:
+        count = len(part.tokens)
+        if part.version == GIVEN:
+            given_spans.append((len(tokens), count))
+        elif versions and versions[-1][0] == part.version:
+            versions[-1] = part.version, versions[-1][1] + count
+        else:
+            versions.append((part.version, count))
+        tokens += part.tokens
+        logprobs += part.logprobs
+    rewards = None if reward is None else [reward]
+    first = versions[0][0]
+    experts = [part.experts for part in parts if part.experts is not None]
+    masks = None
+    if any(part.masks is not None for part in parts):
+        nothing = np.zeros(0, np.int32)
+        masks = [m for part in parts for m in part.masks or [nothing] * len(part.tokens)]
+    return Sampled(
+        *(tokens, logprobs, first, ended, tuple(versions), tuple(given_spans), rewards),
+        experts=experts[-1] if experts else None,
+        masks=masks,
+    )
+
+
 class SampleLedger:
     """Reads and appends the records of one run. Thread-safe.
 

@@ -84,6 +84,8 @@ class Scorer:
         names = self._functions.names
         if isinstance(run.rollout, AheadRollout):
             names = (*names, *run.rollout.reward_names)
+        elif getattr(options, "environment", None) is not None:
+            names = (*names, "environment")
         self._has_model = REWARD_ROLE.name in models
         if self._has_model:
             if "pixel_values" in run.learner.input_names:
@@ -118,8 +120,10 @@ class Scorer:
             rows: `completions.rows(...)`; the rows of the reward model have the same length.
             weights: the learner's weights, for `Phase.ask`.
         """
-        functions = completions.rewards
-        parts = [call_once(self._functions, completions) if functions is None else functions]
+        parts = [] if completions.rewards is None else [completions.rewards]
+        # In this process, an environment has scored the completions, and the functions have not.
+        if not parts or parts[0].shape[1] < self.function_count:
+            parts.insert(0, call_once(self._functions, completions))
         if self._has_model:
             score_inputs = dict(completions.rows_to_score(rows["input_ids"].shape[1]))
             score_inputs["last"] = last_tokens(score_inputs["segment_ids"])

@@ -57,6 +57,12 @@ class OnlineArguments(TrainingArguments):
     num_completions_to_log: Annotated[int, Field(ge=0, le=1 << 20)] = 16
     """Number of completions of a generation that are written to `completions.jsonl` with their
     rewards at a logged step; 0: none."""
+    environment: str | None = None
+    """Class of the environment that replies to the messages of the model, `path/file.py:Class` or
+    `module:Class`; see `ed_trainers.environments`. None: a completion is one message."""
+    max_turns: Count | None = None
+    """Maximum number of messages of the model in a completion; None: only `max_completion_length`
+    limits them."""
 
     @property
     def completions_per_row(self) -> int:
@@ -92,6 +98,12 @@ class OnlineArguments(TrainingArguments):
     def row_length(self) -> int:
         """Number of positions of a row: maximum prompt plus maximum completion."""
         return self.max_prompt_length + self.max_completion_length
+
+    def idle(self) -> list[tuple[str, str]]:
+        """See `TrainingArguments.idle`."""
+        if self.environment is not None or "max_turns" not in self.model_fields_set:
+            return super().idle()
+        return [*super().idle(), ("max_turns", "there is no environment to reply")]
 
     @model_validator(mode="after")
     def _prompts_are_whole(self) -> Self:

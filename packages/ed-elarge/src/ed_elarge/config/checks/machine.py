@@ -146,7 +146,7 @@ def trackers(run: RunConfig) -> Iterator[Problem]:
 
 def environment(run: RunConfig) -> Iterator[Problem]:
     """Check that the class of the environment exists."""
-    name = None if run.asynchronous is None else run.asynchronous.environment
+    name = run.environment
     if name is None:
         return
     spec = user_code.find_reward_module(name, (run.folder,)) if ":" in name else None
@@ -154,7 +154,9 @@ def environment(run: RunConfig) -> Iterator[Problem]:
     if ":" in name:
         missing = user_code.why_not_found(name, (run.folder,))
     messages = [missing] if spec is None else _without_attribute(spec, name)
-    yield from (Problem(("asynchronous", "environment"), message) for message in messages)
+    of_trainer = getattr(run.trainer, "environment", None) is not None
+    section = "trainer" if of_trainer else "asynchronous"
+    yield from (Problem((section, "environment"), message) for message in messages)
 
 
 def reward_functions(run: RunConfig) -> Iterator[Problem]:

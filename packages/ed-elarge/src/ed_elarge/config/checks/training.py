@@ -138,11 +138,11 @@ def asynchronous(run: RunConfig) -> Iterator[Problem]:
     if not isinstance(trainer, OnlineArguments):
         yield Problem(("asynchronous",), f"{run.method} samples no completions: omit it", True)
         return
-    if section.environment is not None and run.has_held_out:
-        message = (
-            "held-out prompts are completed without an environment: omit mixture.eval_fraction and "
-            "mixture.eval_informs"
-        )
+    if section.environment not in (None, run.environment):
+        message = f"differs from trainer.environment ({run.environment}): keep one of them"
+        yield Problem(("asynchronous", "environment"), message)
+    if section.environment is not None and trainer.environment is None and run.has_held_out:
+        message = "held-out prompts need an environment too: write it as trainer.environment"
         yield Problem(("asynchronous", "environment"), message)
     if run.has_images:
         message = "images are not sent to other processes: omit the section"
@@ -226,8 +226,7 @@ def rewards(run: RunConfig) -> Iterator[Problem]:
     if not isinstance(trainer, RewardedArguments) or not run.will("train"):
         return
     judged = getattr(trainer, "judge", None) is not None
-    section = run.asynchronous
-    judged = judged or (section is not None and section.environment is not None)
+    judged = judged or run.environment is not None
     if not (trainer.reward_functions or judged or "reward_model" in run.written):
         message = (
             f'{run.method} needs a reward: set reward_functions, such as ["rewards.py:score"], '
