@@ -1,16 +1,17 @@
 """Connections of asynchronous runs are authenticated, and the section rejects what cannot work."""
 
+import json
 import socket
 import threading
 
 import numpy as np
 import pytest
-from ed_elarge.asynchronous.rollout import build_sample
+from ed_elarge.config.checks import machine
 from ed_elarge.errors import InputError
 from ed_elarge.model import eLargeModel
 from ed_esurge.engine.channel import ForgedMessageError
 from ed_esurge.engine.connection import Connection, ConnectionLost
-from ed_trainers.online.sample_ledger import GIVEN, SamplePart
+from ed_trainers.online.sample_ledger import GIVEN, SamplePart, build_sample
 
 
 def ends(first=b"one", second=b"one"):
@@ -100,6 +101,11 @@ def test_joined_parts_count_versions_of_sampled_tokens_and_mark_given_ones():
             "does not correct them",
         ),
         ({"trainer_type": "grpo"}, {"listen": "nowhere"}, "listen"),
+        (
+            {"trainer_type": "grpo", "environment": "nowhere.py:Tool"},
+            {"environment": "other.py:Tool"},
+            r"differs from trainer.environment \(nowhere.py:Tool\): keep one",
+        ),
     ],
 )
 def test_section_that_cannot_work_is_an_error(trainer, section, message):
@@ -113,3 +119,21 @@ def test_section_that_cannot_work_is_an_error(trainer, section, message):
     }
     with pytest.raises(InputError, match=message):
         eLargeModel(config).config  # noqa: B018 - checks the sections
+
+
+def test_environments_of_all_methods_are_found_beside_the_run_file(tmp_path):
+    (tmp_path / "tools.py").write_text("class Tool:\n    ...\n")
+    config = {
+        "model": {"name_or_path": "somewhere"},
+        "mixture": {"informs": [{"data_files": "rows.jsonl", "content_field": "prompt"}]},
+        "trainer": {"trainer_type": "gkd", "lmbda": 1, "environment": "tools.py:Other"},
+        "teacher_model": {"name_or_path": "elsewhere"},
+        "actions": ["train"],
+    }
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(config))
+    (problem,) = machine.environment(eLargeModel(file).config)
+    assert problem.path == ("trainer", "environment")
+    assert "Other" in problem.message
+    file.write_text(json.dumps(config).replace("Other", "Tool"))
+    assert not list(machine.environment(eLargeModel(file).config))

@@ -98,8 +98,8 @@ class Trainer:
         rollout: completes prompts; only for methods that sample.
         reward_functions: reward functions in place of those that the arguments name; only for
             methods with rewards.
-        reward_folders: folders in which the files and modules of named reward functions are
-            searched before the working directory.
+        reward_folders: folders in which the files and modules of named reward functions and of an
+            environment are searched before the working directory.
         settings: values outside of the arguments that determine the result, by key, such as the
             name of the model. Checkpoints record them, and a run that resumes compares them.
         data_collator: converts the rows of a batch to arrays; the rows are then not prepared.
@@ -175,8 +175,8 @@ class Trainer:
         if rollout is not None and not self.entry.samples:
             raise ConfigError(f"{name} does not sample completions: omit rollout")
         rewarded = any(role.name == REWARD_ROLE.name for role in self.entry.roles)
-        if (reward_functions or reward_folders) and not rewarded:
-            raise ConfigError(f"{name} reads no rewards: omit reward_functions and reward_folders")
+        if reward_functions and not rewarded:
+            raise ConfigError(f"{name} reads no rewards: omit reward_functions")
         self.arguments = arguments
         self.settings = settings
         self._state = model if isinstance(model, EasyDeLState) else None

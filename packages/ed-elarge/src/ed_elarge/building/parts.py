@@ -535,9 +535,11 @@ def build_trainer(elm: eLargeModel) -> Trainer:
         from ed_elarge.engine.lending import EngineBenchmark
 
         benchmark = EngineBenchmark(elm)
-    more: dict[str, Any] = {"rollout": elm.part("rollout")} if run.method_entry.samples else {}
+    more: dict[str, Any] = {}
+    if run.method_entry.samples:
+        more = {"rollout": elm.part("rollout"), "reward_folders": (run.folder,)}
     if isinstance(arguments, RewardedArguments):
-        more |= {"reward_folders": (run.folder,), "reward_functions": elm.reward_functions}
+        more["reward_functions"] = elm.reward_functions
     method, model = trainer_class(run.method), elm.part("model")
     processing_class = elm.part("processor" if run.has_processor else "tokenizer")
     with run.blame_trainer((*run.prefix, "trainer")):

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+_ENVIRONMENT = "write trainer.environment in a run file, see docs/tasks/asynchronous_rl.md"
 #: Argument of a trainer of TRL -> what to use instead.
 _REFUSED = {
     "data_collator": "rows are prepared by the method: omit it, or use ed_trainers with "
@@ -49,9 +50,9 @@ _REFUSED = {
     "optimizer_cls_and_kwargs": "set optim and learning_rate of the configuration",
     "model_init": "pass the model",
     "reward_processing_classes": "a reward model is read with its own tokenizer",
-    "tools": "see trainer.environments in docs/yaml.md",
+    "tools": _ENVIRONMENT,
     "rollout_func": "the engine of this project samples completions",
-    "environment_factory": "see trainer.environments in docs/yaml.md",
+    "environment_factory": _ENVIRONMENT,
 }
 #: Argument of a trainer of TRL -> the role of the model.
 _ROLES = {"ref_model": "reference", "teacher_model": "teacher", "reward_model": "reward"}
