@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
+import types
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from ed_infra import registry
+from ed_models.conformance import TINY, Cases
 
-from tools.new_family import build
+from tests.conformance.cases import subjects
+from tools.new_family import build, tiny
 from tools.new_family.draft import Draft
 from tools.new_family.lineage import Lineage, follow_parents, read_lineage
 from tools.new_family.trace import STREAM, NotTraced, find_sum
+from tools.new_family.variants import Sample, compare_variant, list_variants
 from tools.new_family.write import format_cases
 from tools.workspace import ROOT
 
@@ -28,6 +34,28 @@ DRAFT = Draft(
 )
 #: Existing families that a nightly run drafts again: usual, bounds and windows, experts, factors.
 REGENERATED = ("llama", "gemma2", "mixtral", "granite")
+
+#: Faults of drafts: the family, a part of its source, the wrong part, and the variant that differs.
+PLANTED = {
+    "null window is ignored": (
+        "ministral3",
+        "MaskRule(window=parts.config.sliding_window)",
+        "MaskRule(window=parts.config.sliding_window or 6)",
+        "sliding_window=None",
+    ),
+    "positions only beside windows": (
+        "exaone4",
+        "if everywhere or window is not None",
+        "if window is not None",
+        "no layer has a window, null",
+    ),
+    "query without its factor": (
+        "ministral3",
+        "return q * scale[:, :, None, None].astype(q.dtype), k, v",
+        "return q, k, v",
+        "original_max_position_embeddings=8",
+    ),
+}
 
 
 def find_models() -> Path:
@@ -72,6 +100,58 @@ def test_no_family_is_drafted_if_no_switch_makes_the_logits_agree(
     assert result.draft is None
     assert "the smallest difference is 5.0e-01" in result.unexplained
     assert len(result.tried) > 2
+
+
+def test_draft_that_differs_in_a_variant_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def differ(*_: object) -> list[tuple[str, str]]:
+        return [("sliding_window=None", "logits differ by 2.0e-01")]
+
+    monkeypatch.setattr(build, "_compare", lambda draft, samples: {"row": 0.0})
+    monkeypatch.setattr(build, "load_draft", lambda draft: object)
+    monkeypatch.setattr(build, "find_faults", differ)
+    result = build.Result(Lineage((), ""), ["mine"], {})
+    build._search(DRAFT, [Sample("llama", "usual", Cases({"usual": {}}))], result)
+    assert result.draft is None
+    assert "not with sliding_window=None: logits differ by 2.0e-01" in result.unexplained
+
+
+def test_variants_change_each_choice_of_a_configuration() -> None:
+    from transformers import AfmoeConfig
+
+    fields = {**TINY, **tiny.build_rows(AfmoeConfig)["usual fields"]}
+    variants = {variant.name: variant for variant in list_variants("afmoe", fields)}
+    assert {
+        *("sliding_window=None", "sliding_window=3", "no layer has a window, null"),
+        *("other layers have windows", "all layers have windows", "layer_types=None"),
+        *("num_key_value_heads=4", "tie_word_embeddings=True", "attention_bias=True"),
+        *("mup_enabled=True", "route_scale=None", "num_dense_layers=2", "other factors"),
+    } <= variants.keys()
+    assert variants["sliding_window=None"].fields == {**fields, "sliding_window": None}
+    assert variants["other factors"].fields["rms_norm_eps"] == 0.01
+
+
+@pytest.mark.nightly
+@pytest.mark.torch
+@pytest.mark.parametrize("fault", PLANTED)
+def test_variants_find_planted_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_type, part, wrong, name = PLANTED[fault]
+    subject = subjects(model_type)[0]
+    family = subject.module_class
+    source = inspect.getsource(sys.modules[family.__module__])
+    assert part in source
+    usual = Sample(model_type, "usual", Cases({"usual": subject.fields}, tiny=False))
+    variant = next(v for v in list_variants(model_type, subject.fields) if v.name == name)
+    assert compare_variant(variant, usual, family, source) is None
+
+    monkeypatch.setattr(registry, "_configs", {**registry._configs})
+    monkeypatch.setattr(registry, "_modules", {**registry._modules})
+    module = types.ModuleType(family.__module__)
+    exec(source.replace(part, wrong), vars(module))
+    problem = compare_variant(variant, usual, getattr(module, family.__name__), source)
+    assert problem is not None
+    assert "logits differ by" in problem
 
 
 def test_source_of_a_draft_is_a_module_in_the_style_of_the_families() -> None:

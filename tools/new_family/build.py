@@ -14,16 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ed_models.conformance import Cases, Subject, forward
+from ed_models.conformance import Cases
 
 from tools.new_family import mixers, parts, tiny, wording
 from tools.new_family.draft import Draft
 from tools.new_family.lineage import Lineage, follow_parents, read_lineage
 from tools.new_family.names import FileNames, build_names, read_files
 from tools.new_family.trace import NotTraced, Trace, trace_model
+from tools.new_family.variants import BOUND, Sample, find_faults
 
-#: Largest difference of float32 logits that counts as agreement.
-BOUND = 1e-4
 #: Largest number of drafts that the search compares.
 LARGEST_SEARCH = 24
 #: Fields of dropout rates: of the outputs of a layer's parts, of the embeddings, of the input of
@@ -32,27 +31,12 @@ LAYER_DROPOUT = ("resid_pdrop", "resid_dropout", "hidden_dropout", "hidden_dropo
 EMBEDDING_DROPOUT = ("embd_pdrop", "embed_dropout", "hidden_dropout_prob")
 INNER_DROPOUT = ("activation_dropout",)
 SCORE_DROPOUT = ("attn_pdrop", "attention_probs_dropout_prob")
-
-
-class Sample(Subject):
-    """A small model of `transformers` before the family exists."""
-
-    def __init__(self, model_type: str, row: str, cases: Cases):
-        super().__init__(model_type, row, object, cases)
-
-    def ignores(self, name: str) -> bool:
-        """Return False: a draft ignores no tensor."""
-        return False
-
-    def compare(self, module_class: type[Any]) -> float:
-        """Return the largest difference of the logits of a draft from those of the model."""
-        from ed_models.checkpoints import hub
-
-        model: Any = hub.from_pretrained(
-            self.directory, module_class, sharding_axis_dims=(1, 1, 1, 1, 1)
-        )
-        ours = np.asarray(forward(model, **self.build_padded_inputs()).logits)
-        return float(np.abs(ours - self.reference_logits)[self.real].max())
+#: Conditions of rotary positions in models whose other layers have none.
+ROTATED = (
+    "get_layer_window(config, index)",
+    'config.layer_types[index] == "sliding_attention"',
+    "config.sliding_window is None or get_layer_window(config, index)",
+)
 
 
 @dataclass
@@ -90,16 +74,20 @@ def load_draft(draft: Draft) -> type[Any]:
     return getattr(module, draft.class_name)
 
 
-def draft_family(model_type: str, known: set[str]) -> Result:
+def draft_family(model_type: str, known: set[str], *, own_head_size: bool = True) -> Result:
     """Draft a family.
 
     Args:
         model_type: a type of `transformers` with a causal language model.
         known: model types of this project.
+        own_head_size: whether the small configurations have heads of another size than their share
+            of the hidden size.
     """
     began = time.perf_counter()
     config_class, model_class = find_classes(model_type)
     rows = tiny.build_rows(config_class)
+    if not own_head_size:
+        rows = {row: {**fields, "head_dim": 8} for row, fields in rows.items()}
     rows = {
         "usual fields": rows["usual fields"],
         tiny.name_second_row(*rows.values()): rows["other choices"],
@@ -125,6 +113,9 @@ def draft_family(model_type: str, known: set[str]) -> Result:
         result.unexplained = str(error)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         result.unexplained = f"the small model cannot run: {error}"
+    if own_head_size and result.draft is None and "of another shape" in " ".join(result.tried):
+        # The type has the field, but its heads always share the hidden size.
+        return draft_family(model_type, known, own_head_size=False)
     result.seconds = time.perf_counter() - began
     return result
 
@@ -178,6 +169,9 @@ def express(model_type: str, stem: str, samples: list[Sample]) -> Draft:
     elif "rotary_dim" in tiny.list_fields(type(trace.config)):
         values["rope_settings"] = "{ALL_LAYERS: RopeSettings({}, head_dim=self.config.rotary_dim)}"
     files = FileNames(trace, read_files(full.directory))
+    head_name = _find_head_name(usual)
+    if head_name is not None:
+        files.names[f"{trace.head}.weight"] = head_name
     groups = "num_attention_heads" if "qkv" in attention["modules"] else None
     if trace.config.num_attention_heads != parts_kv_heads(trace.config):
         groups = None
@@ -194,7 +188,17 @@ def express(model_type: str, stem: str, samples: list[Sample]) -> Draft:
         modeling=trace.source_file.stem,
         **values,
     )
-    return replace(draft, fixed=toggled.find_fixed(draft.classes()))
+    fixed = toggled.find_fixed(draft.classes())
+    if draft.head_bias is not None:  # a tied head of this project has no bias
+        fixed["tie_word_embeddings"] = False
+    return replace(draft, fixed=fixed)
+
+
+def _find_head_name(sample: Sample) -> str | None:
+    """Return the name of the matrix of an untied head in the files of a sample."""
+    weight = sample.torch_model.get_output_embeddings().weight.detach().numpy().tobytes()
+    tensors = read_files(sample.directory)
+    return next((n for n, tensor in tensors.items() if tensor.tobytes() == weight), None)
 
 
 def parts_kv_heads(config: Any) -> int:
@@ -337,6 +341,10 @@ def _describe_mixers(
 
 
 def _describe_kinds(trace: Trace, sparse: dict[str, Any] | None) -> dict[str, Any]:
+    if [layer.rotated for layer in trace.layers] == [
+        bool(value) for value in getattr(trace.config, "no_rope_layers", None) or []
+    ]:
+        return {"kinds": "list(zip(config.layer_types, config.no_rope_layers, strict=True))"}
     if getattr(trace.config, "attention_layers", None):
         return {"kinds": "config.attention_layers"}
     if sparse is None:
@@ -392,6 +400,11 @@ def list_switches(draft: Draft) -> Iterator[tuple[str, Draft]]:
         )
         yield "rotary pairs", _set_attention(draft, position=turned)
         yield "no positions", _set_attention(draft, position="None")
+        for condition in ROTATED:
+            if " if " in position and f" if {condition} " not in position:
+                rotary = position.partition(" if ")[0]
+                turned = f"{rotary} if {condition} else None"
+                yield f"positions if {condition}", _set_attention(draft, position=turned)
     norm = attention.get("norm")
     if norm is not None:
         turned = norm.replace(", last=True", "") if "last" in norm else f"{norm[:-1]}, last=True)"
@@ -437,7 +450,7 @@ def _search(draft: Draft, samples: list[Sample], result: Result) -> None:
         for name, first in singles
         for other, second in list_switches(first)
     ]
-    best = float("inf")
+    best, faults = float("inf"), list[str]()
     for number, (name, candidate) in enumerate(candidates[:LARGEST_SEARCH]):
         if number > len(singles) and best == float("inf"):
             break  # no draft could be loaded: the names of the parameters differ
@@ -455,11 +468,24 @@ def _search(draft: Draft, samples: list[Sample], result: Result) -> None:
         result.tried.append(f"{name}: {worst:.1e}")
         best = min(best, worst)
         if worst <= BOUND:
-            result.draft, result.errors = describe_draft(candidate, result), errors
-            return
+            fault = find_fault(candidate, samples)
+            if fault is None:
+                result.draft, result.errors = describe_draft(candidate, result), errors
+                return
+            result.tried.append(f"{name}: {fault}")
+            faults.append(fault)
     result.unexplained = (
-        f"no known switch makes the logits agree; the smallest difference is {best:.1e}"
+        f"the logits of the small configurations agree, but {faults[0]}"
+        if faults
+        else f"no known switch makes the logits agree; the smallest difference is {best:.1e}"
     )
+
+
+def find_fault(draft: Draft, samples: list[Sample]) -> str | None:
+    """Return the first variant of the usual configuration in which a draft is wrong."""
+    usual = samples[0]
+    faults = find_faults(usual.model_type, load_draft(draft), usual.fields, draft.classes())
+    return next((f"not with {variant}: {problem}" for variant, problem in faults), None)
 
 
 def _compare(draft: Draft, samples: list[Sample]) -> dict[str, float]:

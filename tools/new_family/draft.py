@@ -71,6 +71,7 @@ class Sparse:
         router: further arguments of `Router`.
         size: intermediate size of an expert.
         shared: intermediate size of the shared experts; None = no shared experts.
+        is_shared_optional: whether a size of 0 stands for no shared experts.
         expert_arguments: further arguments of `Experts`.
         arguments: further arguments of `SparseMLP`.
         condition: whether layer `index` has experts; None = each layer.
@@ -81,6 +82,7 @@ class Sparse:
     size: str
     router: dict[str, str] = field(default_factory=dict)
     shared: str | None = None
+    is_shared_optional: bool = False
     expert_arguments: dict[str, str] = field(default_factory=dict)
     arguments: dict[str, str] = field(default_factory=dict)
     condition: str | None = None
@@ -257,7 +259,11 @@ class Draft:
             "experts": f"Experts({experts})",
         }
         if sparse.shared is not None:
-            arguments["shared"] = f"GatedMLP(parts, {sparse.shared})"
+            shared = f"GatedMLP(parts, {sparse.shared})"
+            size = sparse.shared.partition(",")[0]
+            arguments["shared"] = (
+                f"{shared} if {size} else None" if sparse.is_shared_optional else shared
+            )
         call = f"SparseMLP({_join('parts', {**arguments, **sparse.arguments})})"
         numbers = f"experts, k = {sparse.experts}, {sparse.per_token}"
         if sparse.condition is None:

@@ -5,6 +5,7 @@ Legend: b rows, s positions, d hidden, f intermediate, e experts, k experts of a
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -229,7 +230,7 @@ def describe_sparse(
     size = _find_expert_size(module.get_submodule(experts), config)
     modules = {"gate": gate, "experts": experts}
     shared_name, shared_linears = _find_shared(layer, names, block, module, experts, gate)
-    shared, arguments = None, {}
+    shared, is_optional, arguments = None, False, dict[str, str]()
     if shared_name is not None:
         down = pick(shared_linears, DOWN)
         assert down is not None
@@ -239,6 +240,7 @@ def describe_sparse(
         ).shape[-1]
         width //= 2 if len(shared_linears) == 2 else 1
         shared = name_size(config, width, default="") or "None"
+        is_optional = _is_shared_optional(trace, shared, shared_name.removeprefix("../"))
         modules["shared"] = shared_name
         biases = sorted(toggled(f"{shared_name}.{down}.bias"))
         shared += f", bias=config.{biases[0]}" if biases else ""
@@ -247,7 +249,7 @@ def describe_sparse(
         modules["shared_gate"] = "shared_expert_gate"
     count = next(f"config.{n}" for n in EXPERTS if n in fields)
     per_token = next(f"config.{n}" for n in PER_TOKEN if n in fields)
-    sparse = Sparse(count, per_token, size, router, shared, arguments=arguments)
+    sparse = Sparse(count, per_token, size, router, shared, is_optional, arguments=arguments)
     correction = find_correction(module)
     if correction is not None:
         modules["correction"] = correction
@@ -257,6 +259,20 @@ def describe_sparse(
         "prefix": block,
         "shared_linears": sorted(shared_linears),
     }
+
+
+def _is_shared_optional(trace: Trace, size: str, name: str) -> bool:
+    """Return whether the model has no shared experts if the field of their size is 0."""
+    field = size.removeprefix("config.")
+    if field not in list_fields(type(trace.config)):
+        return False
+    import torch
+
+    config = copy.deepcopy(trace.config)
+    setattr(config, field, 0)
+    with torch.device("meta"):
+        model = type(trace.model)(config)
+    return not any(f".{name}." in parameter for parameter, _ in model.named_parameters())
 
 
 def _find_gate(linears: Mapping[str, Any], experts: str, config: Any) -> tuple[str, np.ndarray]:

@@ -54,11 +54,14 @@ class FileNames:
         state: dict[str, np.ndarray] = {
             n: v.detach().numpy() for n, v in trace.model.state_dict().items()
         }
-        # A tied head and the embedding are one tensor, which has the name of the embedding.
         self.names: dict[str, str] = {
-            n: n if n in tensors or n.startswith(f"{trace.head}.") else by_value.get(v.tobytes(), n)
-            for n, v in state.items()
+            name: name if name in tensors else by_value.get(value.tobytes(), name)
+            for name, value in state.items()
         }
+        # A tied head and the embedding are one tensor, which has the name of the embedding.
+        head, embedding = f"{trace.head}.weight", f"{trace.embedding}.weight"
+        if self.names.get(head) == self.names[embedding]:
+            self.names[head] = head
         self.tensors = tensors
 
     def get_module(self, name: str) -> str:

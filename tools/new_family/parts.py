@@ -75,13 +75,12 @@ def _order_layer(trace: Trace, layer: Layer) -> tuple[str, dict[str, str], dict[
     is_parallel = entered == {STREAM: 1.0} or second == before
     if not is_parallel and entered != {STREAM: 1.0, branch: factor}:
         raise NotTraced(f"the feed-forward part of a layer receives {_show(entered)}")
-    names: dict[str, str | None]
+    names: Mapping[str, str | None]
     arguments: dict[str, str] = {}
     if is_parallel and before and not after and not last:
-        kind = "ParallelLayer"
-        names = {"input_layernorm": before}
-        if second != before:
-            arguments["norms"], names["post_attention_layernorm"] = "2", second
+        own = second if second != before else None  # the norm of the feed-forward part
+        kind, names = "ParallelLayer", {"input_layernorm": before, "post_attention_layernorm": own}
+        arguments |= {"norms": "2"} if own else {}
     elif before and after and second and last:
         kind = "SandwichLayer"
         names = {
