@@ -14,6 +14,10 @@ from ed_models.families.apertus import ApertusConfig as ApertusConfig
 from ed_models.families.apertus import ApertusDecoderLayer as ApertusDecoderLayer
 from ed_models.families.apertus import ApertusForCausalLM as ApertusForCausalLM
 from ed_models.families.apertus import ApertusModel as ApertusModel
+from ed_models.families.arcee import ArceeConfig as ArceeConfig
+from ed_models.families.arcee import ArceeDecoderLayer as ArceeDecoderLayer
+from ed_models.families.arcee import ArceeForCausalLM as ArceeForCausalLM
+from ed_models.families.arcee import ArceeModel as ArceeModel
 from ed_models.families.arctic import ArcticConfig as ArcticConfig
 from ed_models.families.arctic import ArcticDecoderLayer as ArcticDecoderLayer
 from ed_models.families.arctic import ArcticForCausalLM as ArcticForCausalLM
@@ -965,6 +969,8 @@ AlbertForSequenceClassification = _ForSequenceClassification
 AlbertForTokenClassification = _ForTokenClassification
 ApertusForEmbedding = _ForEmbedding
 ApertusForSequenceClassification = _ForSequenceClassification
+ArceeForEmbedding = _ForEmbedding
+ArceeForSequenceClassification = _ForSequenceClassification
 ArcticForEmbedding = _ForEmbedding
 ArcticForSequenceClassification = _ForSequenceClassification
 AttentionConfig = _AttentionConfig
