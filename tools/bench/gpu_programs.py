@@ -9,8 +9,8 @@ compiles one model: `NAME` is a key of `MODELS`; without names, all models follo
 docs/plan.md). The compiler describes an H200, and cannot measure variants of matrix products.
 
 The steps: 128 sequences decode with 1,024 cached tokens each; a step of 2,048 tokens computes
-prompts of 128 sequences; a train step has four packed rows of 2,048 tokens, recomputed layers and
-adapters of rank 16.
+prompts of 128 sequences; a train step has four packed rows of 8,192 tokens, recomputed layers and
+adapters of rank 16; "packed attention" is attention of these rows alone, forward and backward.
 """
 
 from __future__ import annotations
@@ -26,18 +26,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any, cast
 
 from ed_elarge.config.normalize import normalize
 from ed_elarge.errors import Document
 from ed_elarge.plan.compiled import find_cuda_packages, measure_chip
 from ed_elarge.plan.devices import GIB, find_device
+from ed_infra.compilation.launches import ChipSpeed
 
 from tools.workspace import ROOT
 
 RESULTS = ROOT / "docs/gpu_programs.json"
 GPU = "h200"
-STEPS = ("decode step", "mixed step", "train step")
+STEPS = ("decode step", "mixed step", "train step", "packed attention")
 SEQS, CONTEXT, LONGEST, PAGE = 128, 1024, 2048, 16
+#: Packed rows of a train step, and tokens of a row.
+ROWS, ROW = 4, 8192
 _LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8}
 #: Configurations of published models, by Hugging Face's names of the fields.
 MODELS: dict[str, dict[str, object]] = {
@@ -160,9 +164,9 @@ def build_run(
     return {
         **run,
         "base_config": {"values": {"gradient_checkpointing": "nothing_saveable"}},
-        "mixture": {"informs": [rows], "pack_tokens": True, "pack_seq_length": LONGEST},
+        "mixture": {"informs": [rows], "pack_tokens": True, "pack_seq_length": ROW},
         "lora": {"rank": 16},
-        "trainer": {"trainer_type": "sft", "total_batch_size": 4, "max_training_steps": 10},
+        "trainer": {"trainer_type": "sft", "total_batch_size": ROWS, "max_training_steps": 10},
     }
 
 
@@ -185,14 +189,16 @@ def measure(
         "target": device.get_target_config(),
         "nodes": [1, 1],
         "vocab": None,
-        "length": LONGEST,
+        "length": ROW,
         "pages": {"full": SEQS * LONGEST // PAGE},
         "context": CONTEXT,
         "speed": asdict(measure_chip(device)),
     }
     counts: dict[str, Counts] = {}
     stored = {"max_position_embeddings": 131072, **config}
-    for part, names in (("train", STEPS[2:]), ("serve", STEPS[:2])):
+    if STEPS[3] in steps:
+        counts[STEPS[3]] = measure_attention(config, request, measure_chip(device))
+    for part, names in (("train", STEPS[2:3]), ("serve", STEPS[:2])):
         part_steps = [step for step in names if step in steps]
         if not part_steps:
             continue
@@ -209,6 +215,57 @@ def measure(
             step["temporary"] = max(step.get("temporary", 0.0), temporary)
             step["launches_per_layer"] = step["launches"] / int(str(config["num_hidden_layers"]))
     return counts
+
+
+def measure_attention(
+    config: Mapping[str, object], request: Mapping[str, object], speed: ChipSpeed
+) -> Counts:
+    """Compile attention of packed rows, forward and backward, and return its counts.
+
+    Args:
+        config: configuration of the model, for its heads.
+        request: see `ed_elarge.plan.programs.compile_steps`.
+        speed: speed of the device.
+    """
+    import jax
+    import jax.numpy as jnp
+    from ed_elarge.plan.programs import DescribedStep, count_step, describe_devices
+    from ed_infra.config import EasyDeLBaseConfig
+    from ed_infra.masks import MaskInfo
+    from ed_infra.sharding.mesh import create_mesh
+    from ed_layers.attention import Mechanism, attend
+
+    sizes = {key: value for key, value in config.items() if isinstance(value, int)}
+    heads, groups = sizes["num_attention_heads"], sizes["num_key_value_heads"]
+    dim = sizes.get("head_dim", sizes["hidden_size"] // heads)
+    model = EasyDeLBaseConfig(sharding_axis_dims=(1, 1, 1, 1, 1))
+    names, dcn = model.sharding_axis_names, model.sharding_dcn_axis_dims
+    mesh = create_mesh((1, 1, 1, 1, 1), names, dcn, devices=describe_devices(request))
+    model.set_model_mesh(mesh)
+    mechanism = Mechanism.resolve(model.seal())
+
+    def attend_rows(q, k, v, segments, d_out):
+        mask = MaskInfo.from_segments(segments)
+
+        def attend_keys(q, k, v):
+            return attend(q, k, v, mask, mechanism=mechanism)[0]
+
+        _, pull = jax.vjp(attend_keys, q, k, v)
+        return pull(d_out)
+
+    place = jax.NamedSharding(mesh, jax.P())
+    q, k = (
+        jax.ShapeDtypeStruct((ROWS, ROW, n, dim), jnp.bfloat16, sharding=place)
+        for n in (heads, groups)
+    )
+    segments = jax.ShapeDtypeStruct((ROWS, ROW), jnp.int32, sharding=place)
+    lowered = cast(Any, jax.jit(attend_rows).lower(q, k, k, segments, q))
+    step = DescribedStep("packed attention", "attention", ROWS * ROW, ROWS, lowered)
+    program = count_step(step, lowered.compile(), 0.0, speed, tpu=False)
+    counts: Counts = {field: program[field] for field in _SUMS}
+    temporary = program["memory"]["temporary"]
+    per_layer = {"launches_per_layer": program["launches"]}
+    return {**counts, **per_layer, "tokens": program["tokens"], "temporary": temporary}
 
 
 def measure_in_child(

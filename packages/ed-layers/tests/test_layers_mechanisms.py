@@ -19,6 +19,7 @@ from ed_infra.logging import forget_said
 from ed_infra.masks import MaskInfo
 from ed_layers import devices
 from ed_layers.attention import MECHANISMS, Mechanism, attend
+from ed_layers.attention import mechanism as mechanisms
 from ed_layers.attention.kernel import Projected
 from ed_layers.attention.kernels import built_in, gpu
 from ed_layers.attention.kernels.flash_tpu import flash_on_tpu
@@ -225,10 +226,13 @@ def test_platform_is_the_language_of_the_kernel(monkeypatch) -> None:
     on(monkeypatch, "gpu")
     with pytest.raises(ConfigError, match="no pallas kernel on gpu"):
         mechanism(attn_mechanism="splash", platform="pallas")
-    with pytest.raises(
-        ConfigError, match="needs tokamax, which is not installed: pip install tokamax"
-    ):
-        mechanism(attn_mechanism="flash", platform="triton")
+    assert "pallas_call" in program(attn_mechanism="flash", platform="triton")
+    with monkeypatch.context() as patch:
+        patch.setattr(mechanisms, "kernels", lambda: gpu.KERNELS)
+        with pytest.raises(
+            ConfigError, match="needs tokamax, which is not installed: pip install tokamax"
+        ):
+            mechanism(attn_mechanism="flash", platform="triton")
     with pytest.raises(ConfigError, match="unknown platform of an operation 'cuda'"):
         mechanism(operation_configs={"flash": {"platform": "cuda"}})
 
@@ -291,7 +295,7 @@ def test_the_backward_pass_of_flash_attention(monkeypatch) -> None:
     "tpu-bfloat16-given1-fields1-'blocksparse' on tpu: its kernel fits",
     "tpu-float16-given2-fields2-'blockwise' on tpu",
     "tpu-bfloat16-given3-fields3-'blockwise' on tpu",
-    "gpu-bfloat16-given5-fields5-'blockwise' on gpu",
+    "gpu-bfloat16-given5-fields5-'flash_attn2' on gpu: its kernel fits",
 )
 @pytest.mark.parametrize(
     ("platform", "dtype", "given", "fields", "expected"),
@@ -300,8 +304,9 @@ def test_the_backward_pass_of_flash_attention(monkeypatch) -> None:
         ("tpu", jnp.bfloat16, {"window": 9}, {}, "'blocksparse' on tpu: its kernel fits"),
         ("tpu", jnp.float16, {}, {}, "'blockwise' on tpu"),
         ("tpu", jnp.bfloat16, {}, {"platform": "jax"}, "'blockwise' on tpu"),
-        ("gpu", jnp.float32, {}, {}, "'blockwise' on gpu"),
-        ("gpu", jnp.bfloat16, {"soft_cap": 3.0}, {}, "'blockwise' on gpu"),
+        ("gpu", jnp.float32, {}, {}, "'flash_attn2' on gpu: its kernel fits"),
+        ("gpu", jnp.bfloat16, {"soft_cap": 3.0}, {}, "'flash_attn2' on gpu: its kernel fits"),
+        ("gpu", jnp.bfloat16, {"soft_cap": 3.0}, {"platform": "jax"}, "'blockwise' on gpu"),
     ],
 )
 def test_auto_mechanism_selects_expected_kernel(
@@ -314,7 +319,7 @@ def test_auto_mechanism_selects_expected_kernel(
             text = program(dtype=dtype, given=given, attn_mechanism="auto", **fields)
     said = [r.getMessage() for r in caplog.records if "auto takes" in r.getMessage()]
     assert len(said) == 1 and expected in said[0]
-    assert ("pallas_call" in text) == ("blocksparse" in expected)
+    assert ("pallas_call" in text) == ("its kernel fits" in expected)
 
 
 def test_auto_selects_cudnn_on_gpu_when_supported(monkeypatch) -> None:
@@ -326,11 +331,12 @@ def test_auto_selects_cudnn_on_gpu_when_supported(monkeypatch) -> None:
         return choose(auto, call_of(auto, (q, q, q), info, Scoring(1.0, **features), "auto"))
 
     assert taken(q, window=9) == "cudnn"
-    assert taken(q[..., :63]) == "blockwise"
+    assert taken(q[..., :63]) == "flash_attn2", "cuDNN has multiples of 8"
+    assert taken(q, bias=jnp.zeros((1, 1, 256, 256))) == "blockwise"
     assert taken(q[:, :64]) == "vanilla"
     monkeypatch.setattr(gpu, "has_tokamax", lambda: True)
     assert taken(q, soft_cap=2.0) == "flash_attn2"
-    assert taken(q.astype(jnp.float32)) == "blockwise"
+    assert taken(q.astype(jnp.float32)) == "flash_attn2"
 
 
 def test_unsupported_kernel_call_logs_reason_once(monkeypatch, caplog) -> None:

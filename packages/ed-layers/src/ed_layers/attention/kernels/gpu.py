@@ -2,8 +2,8 @@
 
 These kernels accept a length for each row, or a mask as an array, but no segments. If every row of
 a batch is one segment at the left with padding at the right, the kernel receives lengths; this is
-decided at run time. Other batches use a mask array if it is small, otherwise the XLA core of
-`blockwise`.
+decided at run time. Packed rows use the kernels of `packed_gpu`. If these do not support a call,
+the rows use a mask array if it is small, otherwise the XLA core of `blockwise`.
 
 Legend: b batch, s query length, t key length, h heads, g kv heads, k head dim of queries and keys,
 d head dim of values.
@@ -22,9 +22,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ed_layers.attention.kernel import FULL_SCORES_LIMIT, Kernel, Projected, reasons
+from ed_layers.attention.kernels import packed_gpu
 from ed_layers.attention.kernels.blockwise import blockwise_attention
 from ed_layers.attention.scoring import WindowLimit, get_static_limit, pad_axis, static
-from ed_layers.devices import get_compute_capability, over_devices
+from ed_layers.devices import get_compute_capability, get_platform, over_devices
 
 #: Maximum size of a mask array on a device; a larger mask would need too much memory.
 MASK_LIMIT = 2**28
@@ -145,7 +146,14 @@ def on_rows(kernel: RowKernel, call: Projected) -> Float[Array, "b s h d"]:
     def by_blocks(q, k, v):
         return blockwise_attention(replace(call, q=q, k=k, v=v))
 
+    def by_segments(q, k, v):
+        shape = packed_gpu.RowShape.of(call, q, k, interpret=False)
+        limits = packed_gpu.limit_keys(mask_info, scoring)
+        return packed_gpu.attention_of_rows(shape, q, k, v, None, limits)
+
     otherwise = by_mask if b * s * t <= MASK_LIMIT else by_blocks
+    if get_platform(call.config) == "gpu" and not packed_gpu.list_refusals(call):
+        otherwise = by_segments
     window = get_static_limit(scoring.window)
     # Neither library supports a bidirectional window.
     supports_window = static(scoring.window) and (window is None or mask_info.causal)
