@@ -3,12 +3,14 @@
     uv run python -m tests.command_pictures [--folder docs] [--only NAME]
 
 The commands run in a terminal of 100 columns in a folder with the examples, as a reader types
-them. A picture has the last state of the terminal. The server and the reports are those of
-docs/tasks/serve.md, lora.md and rewards.md. Needs some minutes; the times are printed.
+them. A picture has the last state of the terminal, without the middle of a long output. The server
+and the reports are those of docs/tasks/serve.md, lora.md and rewards.md. Needs some minutes; the
+times are printed.
 """
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import io
 import os
@@ -38,8 +40,8 @@ from tools.bench.measure import command_line
 from tools.workspace import ROOT
 
 COLUMNS, ROWS = 100, 60
-#: Maximum number of lines of a picture; of longer outputs the first lines are left out.
-MOST_LINES = 44
+#: First and last lines of a picture; of longer outputs the lines between them are left out.
+FIRST_LINES, LAST_LINES = 62, 17
 ADDRESS = "http://127.0.0.1:11556"
 QUESTION = {"role": "user", "content": "What is the capital of France?"}
 #: Control sequences that move the cursor or erase a line; colors stay in the text.
@@ -81,6 +83,7 @@ class Terminal:
 
     def __init__(self, command: Sequence[str], folder: Path):
         self.output = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         main, other = pty.openpty()
         fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -104,17 +107,17 @@ class Terminal:
                 piece = os.read(self._main, 1 << 16)
             except OSError:  # the command has closed the terminal
                 break
-            self.output += piece.decode("utf-8", "replace")
+            self.output += self._decoder.decode(piece)
         return read_screen(self.output)
 
 
 def draw_terminal(words: str, lines: list[str]) -> str:
-    """Return a page in HTML with a command and the end of its output."""
+    """Return a page in HTML with a command and its output."""
     console = Console(record=True, file=io.StringIO(), width=COLUMNS + 20, force_terminal=True)
     console.print(Text(f"$ {words}", style="bold"))
-    if len(lines) > MOST_LINES:
-        console.print(Text("[…]", style="dim"))
-    for line in lines[-MOST_LINES:]:
+    if len(lines) > FIRST_LINES + LAST_LINES:
+        lines = [*lines[:FIRST_LINES], "\x1b[2m[…]\x1b[0m", *lines[-LAST_LINES:]]
+    for line in lines:
         text = Text.from_ansi(line)
         for part in text.divide(range(COLUMNS, len(text), COLUMNS)):
             console.print(part, soft_wrap=True)
