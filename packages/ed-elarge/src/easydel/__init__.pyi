@@ -7,6 +7,10 @@ from ed_infra.enums import AVAILABLE_ATTENTION_MECHANISMS as AVAILABLE_ATTENTION
 from ed_infra.enums import AVAILABLE_GRADIENT_CHECKPOINT_TARGETS as AVAILABLE_GRADIENT_CHECKPOINT_TARGETS
 from ed_infra.enums import AVAILABLE_MOE_METHODS as AVAILABLE_MOE_METHODS
 from ed_infra import AXIS_NAMES as AXIS_NAMES
+from ed_models.families.afmoe import AfmoeConfig as AfmoeConfig
+from ed_models.families.afmoe import AfmoeDecoderLayer as AfmoeDecoderLayer
+from ed_models.families.afmoe import AfmoeForCausalLM as AfmoeForCausalLM
+from ed_models.families.afmoe import AfmoeModel as AfmoeModel
 from ed_models.families.albert import AlbertConfig as AlbertConfig
 from ed_models.families.albert import AlbertForMaskedLM as AlbertForMaskedLM
 from ed_models.families.albert import AlbertModel as AlbertModel
@@ -359,6 +363,10 @@ from ed_models.families.granitemoehybrid import GraniteMoeHybridDecoderLayer as 
 from ed_models.families.granitemoehybrid import GraniteMoeHybridForCausalLM as GraniteMoeHybridForCausalLM
 from ed_models.families.granitemoehybrid import GraniteMoeHybridModel as GraniteMoeHybridModel
 from ed_models.families.granitemoe import GraniteMoeModel as GraniteMoeModel
+from ed_models.families.granite_swa import GraniteSWAConfig as GraniteSWAConfig
+from ed_models.families.granite_swa import GraniteSWADecoderLayer as GraniteSWADecoderLayer
+from ed_models.families.granite_swa import GraniteSWAForCausalLM as GraniteSWAForCausalLM
+from ed_models.families.granite_swa import GraniteSWAModel as GraniteSWAModel
 from ed_models.families.grok_1 import Grok1Config as Grok1Config
 from ed_models.families.grok_1 import Grok1DecoderLayer as Grok1DecoderLayer
 from ed_models.families.grok_1 import Grok1ForCausalLM as Grok1ForCausalLM
@@ -372,6 +380,14 @@ from ed_models.families.hunyuan_v1_dense import HunYuanDenseV1DecoderLayer as Hu
 from ed_models.families.hunyuan_v1_dense import HunYuanDenseV1ForCausalLM as HunYuanDenseV1ForCausalLM
 from ed_models.families.hunyuan_v1_dense import HunYuanDenseV1Model as HunYuanDenseV1Model
 from ed_layers import HybridCache as HybridCache
+from ed_models.families.hyperclovax import HyperCLOVAXConfig as HyperCLOVAXConfig
+from ed_models.families.hyperclovax import HyperCLOVAXDecoderLayer as HyperCLOVAXDecoderLayer
+from ed_models.families.hyperclovax import HyperCLOVAXForCausalLM as HyperCLOVAXForCausalLM
+from ed_models.families.hyperclovax import HyperCLOVAXModel as HyperCLOVAXModel
+from ed_models.families.iquestcoder import IQuestCoderConfig as IQuestCoderConfig
+from ed_models.families.iquestcoder import IQuestCoderDecoderLayer as IQuestCoderDecoderLayer
+from ed_models.families.iquestcoder import IQuestCoderForCausalLM as IQuestCoderForCausalLM
+from ed_models.families.iquestcoder import IQuestCoderModel as IQuestCoderModel
 from ed_models.families.idefics3 import Idefics3Config as Idefics3Config
 from ed_models.families.idefics3 import Idefics3Connector as Idefics3Connector
 from ed_models.families.idefics3 import Idefics3ForConditionalGeneration as Idefics3ForConditionalGeneration
@@ -398,6 +414,10 @@ from ed_models.families.internvl import InternVLProjector as InternVLProjector
 from ed_models.families.internvl import InternVLVisionConfig as InternVLVisionConfig
 from ed_models.families.internvl import InternVLVisionLayer as InternVLVisionLayer
 from ed_models.families.internvl import InternVLVisionModel as InternVLVisionModel
+from ed_models.families.jais2 import Jais2Config as Jais2Config
+from ed_models.families.jais2 import Jais2DecoderLayer as Jais2DecoderLayer
+from ed_models.families.jais2 import Jais2ForCausalLM as Jais2ForCausalLM
+from ed_models.families.jais2 import Jais2Model as Jais2Model
 from ed_models.families.jamba import JambaConfig as JambaConfig
 from ed_models.families.jamba import JambaDecoderLayer as JambaDecoderLayer
 from ed_models.families.jamba import JambaForCausalLM as JambaForCausalLM
@@ -420,6 +440,10 @@ from ed_models.families.kimi_linear import KimiLinearForCausalLM as KimiLinearFo
 from ed_models.families.kimi_linear import KimiLinearModel as KimiLinearModel
 from ed_models.families.kimi_k25 import KimiMerger as KimiMerger
 from ed_models.families.kimi_k25 import KimiTower as KimiTower
+from ed_models.families.kolibri1 import Kolibri1Config as Kolibri1Config
+from ed_models.families.kolibri1 import Kolibri1DecoderLayer as Kolibri1DecoderLayer
+from ed_models.families.kolibri1 import Kolibri1ForCausalLM as Kolibri1ForCausalLM
+from ed_models.families.kolibri1 import Kolibri1Model as Kolibri1Model
 from ed_esurge import LLM as LLM
 from ed_models.protocol import LanguageModel as LanguageModel
 from ed_models.families.nemotron_h import LatentExperts as LatentExperts
@@ -962,6 +986,8 @@ from ed_models.tasks.embedding import Embedder as _ForEmbedding
 from ed_models.tasks.encoders import TokenClassifier as _ForTokenClassification
 from ed_models.tasks.encoders import QuestionAnswerer as _ForQuestionAnswering
 from ed_models.tasks.encoders import MultipleChoice as _ForMultipleChoice
+AfmoeForEmbedding = _ForEmbedding
+AfmoeForSequenceClassification = _ForSequenceClassification
 AlbertForEmbedding = _ForEmbedding
 AlbertForMultipleChoice = _ForMultipleChoice
 AlbertForQuestionAnswering = _ForQuestionAnswering
@@ -1123,17 +1149,25 @@ GraniteMoeForEmbedding = _ForEmbedding
 GraniteMoeForSequenceClassification = _ForSequenceClassification
 GraniteMoeHybridForEmbedding = _ForEmbedding
 GraniteMoeHybridForSequenceClassification = _ForSequenceClassification
+GraniteSWAForEmbedding = _ForEmbedding
+GraniteSWAForSequenceClassification = _ForSequenceClassification
 Grok1ForEmbedding = _ForEmbedding
 Grok1ForSequenceClassification = _ForSequenceClassification
 HeliumForEmbedding = _ForEmbedding
 HeliumForSequenceClassification = _ForSequenceClassification
 HunYuanDenseV1ForEmbedding = _ForEmbedding
 HunYuanDenseV1ForSequenceClassification = _ForSequenceClassification
+HyperCLOVAXForEmbedding = _ForEmbedding
+HyperCLOVAXForSequenceClassification = _ForSequenceClassification
+IQuestCoderForEmbedding = _ForEmbedding
+IQuestCoderForSequenceClassification = _ForSequenceClassification
 ImageClassificationConfig = _ImageClassificationConfig
 InternLM2ForEmbedding = _ForEmbedding
 InternLM2ForSequenceClassification = _ForSequenceClassification
 InternLM3ForEmbedding = _ForEmbedding
 InternLM3ForSequenceClassification = _ForSequenceClassification
+Jais2ForEmbedding = _ForEmbedding
+Jais2ForSequenceClassification = _ForSequenceClassification
 JambaForEmbedding = _ForEmbedding
 JambaForSequenceClassification = _ForSequenceClassification
 JitableSamplingParams = _JitableSamplingParams
@@ -1142,6 +1176,8 @@ KimiK2ForEmbedding = _ForEmbedding
 KimiK2ForSequenceClassification = _ForSequenceClassification
 KimiLinearForEmbedding = _ForEmbedding
 KimiLinearForSequenceClassification = _ForSequenceClassification
+Kolibri1ForEmbedding = _ForEmbedding
+Kolibri1ForSequenceClassification = _ForSequenceClassification
 Lfm2ForEmbedding = _ForEmbedding
 Lfm2ForSequenceClassification = _ForSequenceClassification
 Lfm2MoeForEmbedding = _ForEmbedding
