@@ -16,6 +16,8 @@ from ed_esurge.runner.sampler import (
     cutoff_of_best,
     kept_of_all,
     sample,
+    sample_plain,
+    sample_with_mask,
 )
 
 VOCAB = 300  # more than the sampler's candidates
@@ -286,3 +288,55 @@ def test_processed_logprobs_of_a_greedy_row_have_its_masks_and_temperature_one()
     exact = jax.nn.log_softmax(logits + np.stack([bias, np.zeros(VOCAB)]))
     chosen = np.asarray(exact)[np.arange(2), np.asarray(out.tokens)]
     np.testing.assert_allclose(out.logprob, chosen, atol=1e-5)
+
+
+#: Options of a step of eight rows, for each branch of a sampler with one switch.
+KINDS = {
+    "greedy": {},
+    "random": {"temperature": [0.0, 1.0] * 4},
+    "filters": {"temperature": 1.0, "top_k": [0, 5] * 4, "top_p": 0.9},
+    "penalties": {"temperature": 1.0, "slot": [2, *[99] * 7], "frequency_penalty": 0.5},
+    "scores": {"temperature": [0.0, 1.0] * 4, "num_logprobs": [-1] * 7 + [2], "processed": 1},
+    "mirostat": {"temperature": 1.0, "slot": 1, "mirostat": [2, *[0] * 7]},
+    "drafts": {"proposal": [-1, 3, 4, -1, 5, -1, -1, 7]},
+    "grammar": {"temperature": 1.0},
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", KINDS)
+def test_sampler_with_one_branch_has_the_results_of_one_with_a_branch_for_each_option(kind):
+    logits = jnp.asarray(random_logits(8, 11))
+    given = rows(8, seed=np.arange(8), position=3, **KINDS[kind])
+    flat, state = [getattr(given, name) for name in NAMES], SamplerState.create(4, VOCAB)
+    state = state.put(jnp.int32(2), state.bias[0].at[7].set(3.0), state.seen[0].at[9].set(4))
+    allowed = jnp.full((8, -(-VOCAB // 32)), -1, jnp.int32)
+    allowed = allowed.at[3].set(5) if kind == "grammar" else allowed
+
+    def run_sampler(flat, *, is_switched: bool):
+        out, after, _ = sample_with_mask(
+            *(logits, SamplerRows(*flat), state, 3, allowed), masks=False, is_switched=is_switched
+        )
+        plain = sample_plain(logits, SamplerRows(*flat), 3, is_switched=is_switched)
+        return out.pack(), after, plain.pack()
+
+    found, expected = (
+        jax.tree.leaves(jax.jit(partial(run_sampler, is_switched=switched))(flat))
+        for switched in (True, False)
+    )
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_step_on_a_gpu_has_one_branch():
+    given, state = rows(8), SamplerState.create(4, VOCAB)
+    allowed = jnp.zeros((8, -(-VOCAB // 32)), jnp.int32)
+    counts = []
+    for switched in (True, False):
+        program = jax.make_jaxpr(
+            lambda logits, switched=switched: sample_with_mask(
+                *(logits, given, state, 3, allowed), masks=False, is_switched=switched
+            )[0].pack()
+        )(jnp.zeros((8, VOCAB)))
+        counts.append(sum(one.primitive.name == "cond" for one in program.eqns))
+    assert counts[0] == 1 < counts[1]

@@ -11,6 +11,7 @@ Legend: n rows, v vocabulary, c candidates, l alternatives (`max_logprobs`), a r
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 from ed_layers.cache.storage import zeros
 from ed_layers.sums import logsumexp
 from ed_models.generation.sampling import first_argmax, in_nucleus, penalize_repetition
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ed_esurge.runner.row_numbers import (
     DROPPED,
@@ -179,6 +180,7 @@ def sample_with_mask(
     allowed: Int[Array, "n w"] | None = None,
     *,
     masks: bool,
+    is_switched: bool = False,
 ) -> tuple[SampledTokens, SamplerState, Int[Array, "n w"] | None]:
     """Sample a token per row and add the token to the counts of the state.
 
@@ -190,39 +192,98 @@ def sample_with_mask(
         allowed: bit mask of the allowed tokens, 32 bits per number; None = all tokens. A row with
             filters of `ed_esurge.runner.filters` has their mask and no other filters.
         masks: whether to return the mask of the tokens that could be sampled.
+        is_switched: whether one branch finds the steps without adjusted logits and
+            log-probabilities, instead of one branch for each option: a GPU waits for the host at
+            each branch.
 
     Returns:
         the tokens, the state, and bits of the tokens that could be sampled, 32 per number, or None.
     """
     logits = logits.astype(jnp.float32)
     has_row = rows.slot < state.bias.shape[0]
-    adjusted = jax.lax.cond(jnp.any(has_row), lambda: adjust(logits, rows, state), lambda: logits)
-    if allowed is not None:
-        limited = jnp.any(allowed != -1)
-        adjusted = jax.lax.cond(limited, lambda: permit(adjusted, allowed), lambda: adjusted)
-    tokens, cutoff, scores = _choose(logits, adjusted, rows, max_logprobs, cutoffs=masks)
+
+    def sample_adjusted() -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array, jax.Array | None]:
+        adjusted = jax.lax.cond(
+            jnp.any(has_row), lambda: adjust(logits, rows, state), lambda: logits
+        )
+        if allowed is not None:
+            limited = jnp.any(allowed != -1)
+            permit_rows = partial(permit, adjusted, allowed)
+            adjusted = jax.lax.cond(limited, permit_rows, lambda: adjusted)
+        tokens, cutoff, scores = _choose(logits, adjusted, rows, max_logprobs, cutoffs=masks)
+        controlled = jnp.any(rows.mirostat > 0)
+        mu = jax.lax.cond(
+            controlled, lambda: limits_after(adjusted, rows, state.mu, tokens), lambda: state.mu
+        )
+        mask = bits(jnp.isfinite(sampled_from(adjusted, rows, cutoff, tokens))) if masks else None
+        return tokens, scores, mu, mask
+
+    if is_switched and not masks:
+        changes = [has_row, rows.mirostat > 0, rows.num_logprobs >= 0]
+        changes += [] if allowed is None else [allowed != -1]
+        is_adjusted = jnp.any(jnp.stack([jnp.any(x) for x in changes]))
+        tokens, scores, mu, mask = sample_in_one_branch(
+            *(logits, rows, max_logprobs, is_adjusted, (state.mu, None)), sample_adjusted
+        )
+    else:
+        tokens, scores, mu, mask = sample_adjusted()
     marked_tokens = mark_nonfinite_rows(tokens, logits)
     counted_slots = rows.slot
     if rows.proposal is not None:
         marked_tokens = jnp.where(rows.proposal == DROPPED, -1, marked_tokens)
         counted_slots = jnp.where(are_accepted(rows.proposal, marked_tokens), rows.slot, DROP)
     seen = state.seen.at[counted_slots, tokens].add(2, mode="drop")
-    controlled = jnp.any(rows.mirostat > 0)
-    mu = jax.lax.cond(
-        controlled, lambda: limits_after(adjusted, rows, state.mu, tokens), lambda: state.mu
-    )
     new_state = replace(state, seen=seen, mu=mu)
-    mask = bits(jnp.isfinite(sampled_from(adjusted, rows, cutoff, tokens))) if masks else None
     return SampledTokens(marked_tokens, *scores), new_state, mask
 
 
 def sample_plain(
-    logits: Float[Array, "n v"], rows: SamplerRows, max_logprobs: int
+    logits: Float[Array, "n v"],
+    rows: SamplerRows,
+    max_logprobs: int,
+    *,
+    is_switched: bool = False,
 ) -> SampledTokens:
     """Sample a token per row without adjusted logits. Arguments as for `sample_with_mask`."""
     logits = logits.astype(jnp.float32)
-    tokens, _, scores = _choose(logits, logits, rows, max_logprobs)
+
+    def sample_scored() -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        tokens, _, scores = _choose(logits, logits, rows, max_logprobs)
+        return tokens, scores
+
+    arguments = (logits, rows, max_logprobs, jnp.any(rows.num_logprobs >= 0), (), sample_scored)
+    tokens, scores = sample_in_one_branch(*arguments) if is_switched else sample_scored()
     return SampledTokens(mark_nonfinite_rows(tokens, logits), *scores)
+
+
+def sample_in_one_branch(
+    logits: Float[Array, "n v"],
+    rows: SamplerRows,
+    max_logprobs: int,
+    needs_more: Bool[Array, ""],
+    unchanged: tuple[jax.Array | None, ...],
+    sample_more: Callable[[], tuple[PyTree, ...]],
+) -> tuple[PyTree, ...]:
+    """Return the tokens, the scores, and further results, from one branch of three.
+
+    Args:
+        logits: logits of the model, float32.
+        rows: sampling options.
+        max_logprobs: number of alternatives l.
+        needs_more: whether the step needs more than greedy tokens, or samples of the logits.
+        unchanged: the further results of a step that needs no more.
+        sample_more: returns the results of a step that needs more.
+    """
+    greedy, is_random = first_argmax(logits), rows.temperature > 0
+    remaining_results = (make_empty_scores(logits, max_logprobs), *unchanged)
+
+    def sample_randomly() -> tuple[PyTree, ...]:
+        return jnp.where(is_random, draw(logits, rows)[0], greedy), *remaining_results
+
+    branch = jnp.where(needs_more, 2, jnp.any(is_random).astype(jnp.int32))
+    return jax.lax.switch(
+        branch, [lambda: (greedy, *remaining_results), sample_randomly, sample_more]
+    )
 
 
 def mark_nonfinite_rows(tokens: Int[Array, " n"], logits: Float[Array, "n v"]) -> Int[Array, " n"]:
@@ -260,7 +321,7 @@ def _choose(
         return jnp.where(random, tokens, greedy), jnp.where(random, cutoff, everything)
 
     tokens, cutoff = jax.lax.cond(jnp.any(random), draw_tokens, lambda: (greedy, everything))
-    n, count = tokens.shape[0], min(max_logprobs, logits.shape[1])
+    count = min(max_logprobs, logits.shape[1])
 
     def compute_scores() -> tuple[jax.Array, ...]:
         def select_logits() -> jax.Array:
@@ -270,16 +331,17 @@ def _choose(
         view = jax.lax.cond(jnp.any(rows.processed > 0), select_logits, lambda: logits)
         return compute_logprobs(view, logsumexp(view), tokens, count)
 
-    def make_empty_scores() -> tuple[jax.Array, ...]:
-        return (
-            jnp.zeros(n, jnp.float32),
-            jnp.zeros(n, jnp.int32),
-            jnp.zeros((n, count), jnp.int32),
-            jnp.zeros((n, count), jnp.float32),
-        )
-
-    scores = jax.lax.cond(jnp.any(rows.num_logprobs >= 0), compute_scores, make_empty_scores)
+    make_empty = partial(make_empty_scores, logits, max_logprobs)
+    scores = jax.lax.cond(jnp.any(rows.num_logprobs >= 0), compute_scores, make_empty)
     return tokens, cutoff, scores
+
+
+def make_empty_scores(logits: Float[Array, "n v"], max_logprobs: int) -> tuple[jax.Array, ...]:
+    """Return the scores of `SampledTokens` for a step without log-probabilities."""
+    n, count = logits.shape[0], min(max_logprobs, logits.shape[1])
+    numbers, ranks = jnp.zeros(n, jnp.float32), jnp.zeros(n, jnp.int32)
+    ids, logprobs = jnp.zeros((n, count), jnp.int32), jnp.zeros((n, count), jnp.float32)
+    return numbers, ranks, ids, logprobs
 
 
 def limits_after(

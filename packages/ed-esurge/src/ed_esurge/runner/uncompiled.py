@@ -21,6 +21,7 @@ from flax import nnx
 
 from ed_esurge.config import NOTHING, Records
 from ed_esurge.core.plan import StateCopies
+from ed_esurge.model import get_platform
 from ed_esurge.runner import filters
 from ed_esurge.runner.batch import BatchBuilder, StepInput
 from ed_esurge.runner.buckets import Buckets, StepShape
@@ -92,6 +93,11 @@ class UncompiledFunctions:
         self._arrays: tuple[Any, Any, Any] | None = None
         self._hidden: dict[int, jax.ShapeDtypeStruct] = {}  # by T
         self.logits: dict[int, jax.ShapeDtypeStruct] = {}  # by n
+
+    @property
+    def _is_switched(self) -> bool:
+        """Whether a sampler has one branch: see `sample_with_mask`."""
+        return get_platform(self.weights.model) == "gpu"
 
     def count_traces(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function so that `num_traces` counts its traces, with the kernels of the model."""
@@ -208,13 +214,17 @@ class UncompiledFunctions:
 
     def _make_decode(self, rows: int) -> Callable[..., Any]:
         fields, builder = self.builder.fields(self.buckets.get_decode_shape(rows)), self.builder
+        is_switched = self._is_switched
 
         def decode(leaves: list[jax.Array], cache: Cache, last: jax.Array, buffer: jax.Array):
             def step(inputs: StepInput, cache: Cache, last: jax.Array):
                 slots = inputs.ragged.state_slots
                 token_ids = read_last(last, inputs.token_ids[0], slots)[None]
                 out = self._run_model(leaves, cache, inputs, token_ids)
-                sampled = sample_plain(out.logits, SamplerRows.of(inputs.rows), self.max_logprobs)
+                sampled = sample_plain(
+                    *(out.logits, SamplerRows.of(inputs.rows), self.max_logprobs),
+                    is_switched=is_switched,
+                )
                 last = last.at[slots].set(sampled.tokens, mode="drop")
                 return sampled.pack(), out.past_key_values, last
 
@@ -235,6 +245,7 @@ class UncompiledFunctions:
             sampled, state, masks = sample_with_mask(
                 *(logits, SamplerRows.of(rows), state, self.max_logprobs, allowed),
                 masks=self.records.masks,
+                is_switched=self._is_switched,
             )
             slots = rows[OF_STEP.index("state_slots")]
             return sampled.pack(), state.note(slots, sampled.tokens), masks
