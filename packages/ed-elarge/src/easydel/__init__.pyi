@@ -127,6 +127,10 @@ from ed_trainers.options.supervised import CrossEncoderArguments as CrossEncoder
 from ed_trainers.options.supervised import CrossEncoderArguments as _CrossEncoderConfig
 from ed_trainers.methods.cross_encoder import CrossEncoderTrainer as CrossEncoderTrainer
 from ed_layers import Ctx as Ctx
+from ed_models.families.cwm import CwmConfig as CwmConfig
+from ed_models.families.cwm import CwmDecoderLayer as CwmDecoderLayer
+from ed_models.families.cwm import CwmForCausalLM as CwmForCausalLM
+from ed_models.families.cwm import CwmModel as CwmModel
 from ed_models.families.dinov3_vit import DINOv3Layer as DINOv3Layer
 from ed_models.families.dinov3_vit import DINOv3ViTConfig as DINOv3ViTConfig
 from ed_models.families.dinov3_vit import DINOv3ViTModel as DINOv3ViTModel
@@ -549,6 +553,10 @@ from ed_models.families.ministral3 import Ministral3Config as Ministral3Config
 from ed_models.families.ministral3 import Ministral3DecoderLayer as Ministral3DecoderLayer
 from ed_models.families.ministral3 import Ministral3ForCausalLM as Ministral3ForCausalLM
 from ed_models.families.ministral3 import Ministral3Model as Ministral3Model
+from ed_models.families.ministral import MinistralConfig as MinistralConfig
+from ed_models.families.ministral import MinistralDecoderLayer as MinistralDecoderLayer
+from ed_models.families.ministral import MinistralForCausalLM as MinistralForCausalLM
+from ed_models.families.ministral import MinistralModel as MinistralModel
 from ed_models.families.mistral3 import Mistral3Config as Mistral3Config
 from ed_models.families.mistral3 import Mistral3ForConditionalGeneration as Mistral3ForConditionalGeneration
 from ed_models.families.mistral3 import Mistral3Model as Mistral3Model
@@ -660,6 +668,10 @@ from ed_infra import PartitionManager as PartitionManager
 from ed_models.families.pegasus import PegasusConfig as PegasusConfig
 from ed_models.families.pegasus import PegasusForConditionalGeneration as PegasusForConditionalGeneration
 from ed_models.families.pegasus import PegasusModel as PegasusModel
+from ed_models.families.persimmon import PersimmonConfig as PersimmonConfig
+from ed_models.families.persimmon import PersimmonDecoderLayer as PersimmonDecoderLayer
+from ed_models.families.persimmon import PersimmonForCausalLM as PersimmonForCausalLM
+from ed_models.families.persimmon import PersimmonModel as PersimmonModel
 from ed_models.families.phi3 import Phi3Config as Phi3Config
 from ed_models.families.phi3 import Phi3DecoderLayer as Phi3DecoderLayer
 from ed_models.families.phi3 import Phi3ForCausalLM as Phi3ForCausalLM
@@ -1045,6 +1057,8 @@ CohereForEmbedding = _ForEmbedding
 CohereForSequenceClassification = _ForSequenceClassification
 ContrastiveConfig = _ContrastiveConfig
 CrossEncoderConfig = _CrossEncoderConfig
+CwmForEmbedding = _ForEmbedding
+CwmForSequenceClassification = _ForSequenceClassification
 DPOConfig = _DPOConfig
 DatasetLoadError = _DatasetLoadError
 DatasetMixture = _DatasetMixture
@@ -1206,6 +1220,8 @@ MiniMaxM2ForEmbedding = _ForEmbedding
 MiniMaxM2ForSequenceClassification = _ForSequenceClassification
 Ministral3ForEmbedding = _ForEmbedding
 Ministral3ForSequenceClassification = _ForSequenceClassification
+MinistralForEmbedding = _ForEmbedding
+MinistralForSequenceClassification = _ForSequenceClassification
 MistralForEmbedding = _ForEmbedding
 MistralForSequenceClassification = _ForSequenceClassification
 MixtralForEmbedding = _ForEmbedding
@@ -1250,6 +1266,8 @@ OperationRegistry = _OperationRegistry
 PPOConfig = _PPOConfig
 PRMConfig = _PRMConfig
 PagedFlashAttn: _Mechanism
+PersimmonForEmbedding = _ForEmbedding
+PersimmonForSequenceClassification = _ForSequenceClassification
 Phi3ForEmbedding = _ForEmbedding
 Phi3ForSequenceClassification = _ForSequenceClassification
 PhiForEmbedding = _ForEmbedding
