@@ -71,21 +71,43 @@ def aya_vision(with_tokens: Tokens) -> Any:
 
 def llava_next(with_tokens: Tokens) -> Any:
     import transformers
+
+    return llava_grids(transformers.LlavaNextProcessor, with_tokens)
+
+
+def llava_next_video(with_tokens: Tokens) -> Any:
+    import transformers
+
+    return llava_grids(without_videos(transformers.LlavaNextVideoProcessor), with_tokens)
+
+
+def llava_grids(kind: Any, with_tokens: Tokens) -> Any:
+    """Return a processor of a class of LLaVA-NeXT."""
     from transformers.models.llava_next.image_processing_pil_llava_next import (
         LlavaNextImageProcessorPil,
     )
 
-    own = with_tokens("<image>", image_token="<image>")
+    own = with_tokens("<image>", "<video>", image_token="<image>", video_token="<video>")
     images = LlavaNextImageProcessorPil(
         size={"shortest_edge": 28}, crop_size=SIZE, image_grid_pinpoints=GRIDS
     )
     options: dict[str, Any] = {
         "vision_feature_select_strategy": "default",
         "num_additional_image_tokens": 1,
+        "patch_size": 14,
+        "chat_template": own.chat_template,
     }
-    return transformers.LlavaNextProcessor(
-        images, own, patch_size=14, chat_template=own.chat_template, **options
-    )
+    return kind(image_processor=images, tokenizer=own, **options)
+
+
+def vipllava(with_tokens: Tokens) -> Any:
+    import transformers
+
+    own = with_tokens("<image>", image_token="<image>")
+    images = transformers.CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=SIZE)
+    options: dict[str, Any] = {"num_additional_image_tokens": 1, "patch_size": 14}
+    options["vision_feature_select_strategy"] = "default"
+    return transformers.LlavaProcessor(images, own, chat_template=own.chat_template, **options)
 
 
 def llava_onevision(with_tokens: Tokens) -> Any:
@@ -168,6 +190,35 @@ def kimi_k25(with_tokens: Tokens) -> Any:
     return Kimi_K25Processor(images, own, own.chat_template)
 
 
+def deepseek_vl(with_tokens: Tokens) -> Any:
+    import transformers
+    from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import (
+        DeepseekVLImageProcessorPil,
+    )
+
+    own = with_tokens("<image_placeholder>", image_token="<image_placeholder>")
+    images = DeepseekVLImageProcessorPil(size=SIZE)
+    return transformers.DeepseekVLProcessor(images, own, own.chat_template, num_image_tokens=4)
+
+
+def glm46v(with_tokens: Tokens) -> Any:
+    import transformers
+    from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
+
+    own = with_tokens("<|image|>", "<|video|>", "<|begin_of_video|>", "<|end_of_video|>")
+    kind = without_videos(transformers.Glm46VProcessor)
+    return kind(patches(Glm46VImageProcessorPil), own, chat_template=own.chat_template)
+
+
+def exaone4_5(with_tokens: Tokens) -> Any:
+    import transformers
+
+    own = with_tokens("<|image_pad|>", "<|video_pad|>")
+    images = patches(transformers.Qwen2VLImageProcessorPil)
+    kind = without_videos(transformers.Exaone4_5_Processor)
+    return kind(images, own, chat_template=own.chat_template)
+
+
 def patches(kind: Any) -> Any:
     """Return an image processor whose images have at most 32 features of 8 x 8 pixels."""
     return kind(patch_size=4, size={"shortest_edge": 64, "longest_edge": 2048})
@@ -194,14 +245,19 @@ PROCESSORS: Mapping[str, Callable[[Tokens], Any]] = {
     "internvl": internvl,
     "aya_vision": aya_vision,
     "llava_next": llava_next,
+    "llava_next_video": llava_next_video,
     "llava_onevision": llava_onevision,
+    "vipllava": vipllava,
+    "deepseek_vl": deepseek_vl,
 }
 #: Processors whose images become packed patches.
 PATCHED: Mapping[str, Callable[[Tokens], Any]] = {
     "glm4v": glm4v,
+    "glm46v": glm46v,
     "qwen3_vl_moe": qwen3_vl_moe,
     "kimi_k25": kimi_k25,
     "gemma4": gemma4,
+    "exaone4_5": exaone4_5,
 }
 #: Processors that write a token after each row of features.
 ROWS: Mapping[str, Callable[[Tokens], Any]] = {"mistral3": mistral3, "llava": llava}

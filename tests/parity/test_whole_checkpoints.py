@@ -21,18 +21,23 @@ from ed_trainers import SFTArguments, SFTTrainer
 from ed_trainers.convert import convert
 from safetensors.numpy import load_file, save_file
 
-from tests.multimodal_models import (
-    GEMMA3,
-    MODELS,
-    OTHER_MODELS,
-    QWEN3_5,
-    QWEN3_5_MOE,
-    Multimodal,
-    torch_model,
-)
+from tests.conformance.cases import subjects
+from tests.multimodal_models import GEMMA3, MODELS, OTHER_MODELS, Multimodal, torch_model
 
 ONE = (1, 1, 1, 1, 1)
 MTP = "mtp.layers.0.input_layernorm.weight"
+#: Families that are loaded with their towers -> a tensor that they copy, and do not compute.
+WITH_TOWERS = {
+    "deepseek_vl": None,
+    "exaone4_5": MTP,
+    "glm46v": None,
+    "llava_next_video": None,
+    "qwen3_5": MTP,
+    "qwen3_5_moe": MTP,
+    "vipllava": None,
+}
+#: Parts of the names of tensors of a language model.
+TEXT_NAMES = "language_model", "text_model", "model.layers."
 FILES = ("LICENSE", "modeling_mine.py", "preprocessor_config.json", "chat_template.jinja")
 
 
@@ -48,16 +53,21 @@ class Rows:
         return {"input_ids": ids, "labels": ids, "segment_ids": one, "position_ids": places}
 
 
-def save_checkpoint(model: Multimodal, directory: Path) -> Any:
-    """Save a model of transformers with an MTP layer and further files; return the model."""
-    theirs = torch_model(model)
+def save_checkpoint(theirs: Any, directory: Path, extra: str | None = MTP) -> None:
+    """Save a model of transformers with a further tensor and further files.
+
+    Args:
+        theirs: the model.
+        directory: the folder.
+        extra: name of the further tensor; None = no tensor.
+    """
     theirs.save_pretrained(directory)
     path = directory / "model.safetensors"
-    extra = np.arange(6, dtype=np.float32).astype(ml_dtypes.bfloat16)
-    save_file({**load_file(path), MTP: extra}, path, {"format": "pt"})
+    values = np.arange(6, dtype=np.float32).astype(ml_dtypes.bfloat16)
+    tensors = {} if extra is None else {extra: values}
+    save_file({**load_file(path), **tensors}, path, {"format": "pt"})
     for name in FILES:
         (directory / name).write_text("{}")
-    return theirs
 
 
 def train(directory: Path, run: Path, *, adapters: bool = True, whole: bool = False) -> None:
@@ -86,32 +96,36 @@ def train(directory: Path, run: Path, *, adapters: bool = True, whole: bool = Fa
 
 
 CASES = [
-    *(pytest.param(model, False, id=str(model)) for model in (*MODELS, *OTHER_MODELS)),
-    *(pytest.param(model, True, id=f"{model}, with tower") for model in (QWEN3_5, QWEN3_5_MOE)),
+    *(pytest.param(model, id=str(model)) for model in (*MODELS, *OTHER_MODELS)),
+    *(pytest.param(model_type, id=f"{model_type}, with tower") for model_type in WITH_TOWERS),
 ]
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("model", "whole"), CASES)
+@pytest.mark.parametrize("model", CASES)
 def test_text_fine_tune_of_a_multimodal_checkpoint_is_a_whole_checkpoint_of_transformers(
-    model: Multimodal, whole: bool, tmp_path: Path
+    model: Multimodal | str, tmp_path: Path
 ) -> None:
     torch = require_torch()
     base = tmp_path / "base"
-    theirs = save_checkpoint(model, base)
+    if whole := isinstance(model, str):
+        theirs, extra = subjects(model)[0].torch_model, WITH_TOWERS[model]
+    else:
+        theirs, extra = torch_model(model), MTP
+    save_checkpoint(theirs, base, extra)
     train(base, tmp_path / "run", whole=whole)
     trained = tmp_path / "run/model"
     files, saved = TensorFiles.open(base), TensorFiles.open(trained)
     assert saved.keys() == files.keys()
     assert {path.name for path in base.iterdir()} <= {path.name for path in trained.iterdir()}
     equal = {n for n in files if np.array_equal(files.read_bytes(n), saved.read_bytes(n))}
-    assert MTP in equal and len(equal) < len(files)
-    assert all("language_model" in n or "text_model" in n for n in files.keys() - equal)
+    assert extra in {*equal, None} and len(equal) < len(files)
+    assert all(any(part in n for part in TEXT_NAMES) for n in files.keys() - equal)
     reloaded, info = type(theirs).from_pretrained(trained, output_loading_info=True)
-    assert not info["missing_keys"] and {*info["unexpected_keys"]} <= {MTP}
+    assert not info["missing_keys"] and {*info["unexpected_keys"]} <= {extra}
     before, after = theirs.state_dict(), reloaded.state_dict()
     changed = {n for n in before if not torch.equal(before[n], after[n])}
-    assert changed and all("language_model" in n or "text_model" in n for n in changed)
+    assert changed and all(any(part in n for part in TEXT_NAMES) for n in changed)
     configs = [json.loads((d / "config.json").read_text()) for d in (base, trained)]
     for config in configs:
         del config["text_config"]
@@ -126,7 +140,7 @@ def test_text_fine_tune_of_a_multimodal_checkpoint_is_a_whole_checkpoint_of_tran
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folders `base` and `run` of a model that was trained without adapters."""
     folder = tmp_path_factory.mktemp("trained")
-    save_checkpoint(GEMMA3, folder / "base")
+    save_checkpoint(torch_model(GEMMA3), folder / "base")
     train(folder / "base", folder / "run", adapters=False)
     return folder
 

@@ -164,6 +164,10 @@ from ed_models.families.deepseek_v3 import DeepseekV3Config as DeepseekV3Config
 from ed_models.families.deepseek_v3 import DeepseekV3DecoderLayer as DeepseekV3DecoderLayer
 from ed_models.families.deepseek_v3 import DeepseekV3ForCausalLM as DeepseekV3ForCausalLM
 from ed_models.families.deepseek_v3 import DeepseekV3Model as DeepseekV3Model
+from ed_models.families.deepseek_vl import DeepseekVLAligner as DeepseekVLAligner
+from ed_models.families.deepseek_vl import DeepseekVLConfig as DeepseekVLConfig
+from ed_models.families.deepseek_vl import DeepseekVLForConditionalGeneration as DeepseekVLForConditionalGeneration
+from ed_models.families.deepseek_vl import DeepseekVLModel as DeepseekVLModel
 from ed_models.families.deit import DeiTConfig as DeiTConfig
 from ed_models.families.deit import DeiTForImageClassification as DeiTForImageClassification
 from ed_models.families.deit import DeiTModel as DeiTModel
@@ -184,7 +188,6 @@ from ed_models.families.dots1 import Dots1Config as Dots1Config
 from ed_models.families.dots1 import Dots1DecoderLayer as Dots1DecoderLayer
 from ed_models.families.dots1 import Dots1ForCausalLM as Dots1ForCausalLM
 from ed_models.families.dots1 import Dots1Model as Dots1Model
-from ed_models.families.glm4v import Downsample as Downsample
 from ed_models import EasyBridgeMixin as EasyBridgeMixin
 from ed_infra import EasyDeLBackends as EasyDeLBackends
 from ed_infra import EasyDeLBaseConfig as EasyDeLBaseConfig
@@ -227,6 +230,10 @@ from ed_models.families.exaone4 import Exaone4Config as Exaone4Config
 from ed_models.families.exaone4 import Exaone4DecoderLayer as Exaone4DecoderLayer
 from ed_models.families.exaone4 import Exaone4ForCausalLM as Exaone4ForCausalLM
 from ed_models.families.exaone4 import Exaone4Model as Exaone4Model
+from ed_models.families.exaone4_5 import Exaone4_5Config as Exaone4_5Config
+from ed_models.families.exaone4_5 import Exaone4_5ForConditionalGeneration as Exaone4_5ForConditionalGeneration
+from ed_models.families.exaone4_5 import Exaone4_5Model as Exaone4_5Model
+from ed_models.families.exaone4_5 import Exaone4_5VisionConfig as Exaone4_5VisionConfig
 from ed_models.families.exaone import ExaoneConfig as ExaoneConfig
 from ed_models.families.exaone import ExaoneDecoderLayer as ExaoneDecoderLayer
 from ed_models.families.exaone import ExaoneForCausalLM as ExaoneForCausalLM
@@ -314,9 +321,9 @@ from ed_models.families.gemma import GemmaDecoderLayer as GemmaDecoderLayer
 from ed_models.families.gemma import GemmaForCausalLM as GemmaForCausalLM
 from ed_models.families.gemma import GemmaModel as GemmaModel
 from ed_models import GenerateOutput as GenerateOutput
-from ed_models.families.glm4v import Glm4vConfig as _Glm46VConfig
-from ed_models.families.glm4v import Glm4vForConditionalGeneration as _Glm46VForConditionalGeneration
-from ed_models.families.glm4v import Glm4vModel as _Glm46VModel
+from ed_models.families.glm4v import Glm46VConfig as Glm46VConfig
+from ed_models.families.glm4v import Glm46VForConditionalGeneration as Glm46VForConditionalGeneration
+from ed_models.families.glm4v import Glm46VModel as Glm46VModel
 from ed_models.families.glm4 import Glm4Config as Glm4Config
 from ed_models.families.glm4 import Glm4DecoderLayer as Glm4DecoderLayer
 from ed_models.families.glm4 import Glm4ForCausalLM as Glm4ForCausalLM
@@ -331,7 +338,6 @@ from ed_models.families.glm4_moe_lite import Glm4MoeLiteModel as Glm4MoeLiteMode
 from ed_models.families.glm4_moe import Glm4MoeModel as Glm4MoeModel
 from ed_models.families.glm4v import Glm4vConfig as Glm4vConfig
 from ed_models.families.glm4v import Glm4vForConditionalGeneration as Glm4vForConditionalGeneration
-from ed_models.families.glm4v import Glm4vMerger as Glm4vMerger
 from ed_models.families.glm4v import Glm4vModel as Glm4vModel
 from ed_models.families.glm4v import Glm4vVisionConfig as _Glm4vMoeVisionConfig
 from ed_models.body.patch_tower import PatchTower as _Glm4vMoeVisionModel
@@ -339,7 +345,6 @@ from ed_models.families.glm4v import Glm4vTextConfig as Glm4vTextConfig
 from ed_models.families.glm4v import Glm4vTextDecoderLayer as Glm4vTextDecoderLayer
 from ed_models.families.glm4v import Glm4vTextForCausalLM as Glm4vTextForCausalLM
 from ed_models.families.glm4v import Glm4vTextModel as Glm4vTextModel
-from ed_models.families.glm4v import Glm4vVisionBlock as Glm4vVisionBlock
 from ed_models.families.glm4v import Glm4vVisionConfig as Glm4vVisionConfig
 from ed_models.body.patch_tower import PatchTower as _Glm4vVisionModel
 from ed_models.families.glm import GlmConfig as GlmConfig
@@ -486,6 +491,9 @@ from ed_models.families.llava import LlavaModel as LlavaModel
 from ed_models.families.llava_next import LlavaNextConfig as LlavaNextConfig
 from ed_models.families.llava_next import LlavaNextForConditionalGeneration as LlavaNextForConditionalGeneration
 from ed_models.families.llava_next import LlavaNextModel as LlavaNextModel
+from ed_models.families.llava_next import LlavaNextVideoConfig as LlavaNextVideoConfig
+from ed_models.families.llava_next import LlavaNextVideoForConditionalGeneration as LlavaNextVideoForConditionalGeneration
+from ed_models.families.llava_next import LlavaNextVideoModel as LlavaNextVideoModel
 from ed_models.families.llava_onevision import LlavaOnevisionConfig as LlavaOnevisionConfig
 from ed_models.families.llava_onevision import LlavaOnevisionForConditionalGeneration as LlavaOnevisionForConditionalGeneration
 from ed_models.families.llava_onevision import LlavaOnevisionModel as LlavaOnevisionModel
@@ -727,7 +735,6 @@ from ed_models.families.qwen2_5_vl import Qwen2_5_VLTextConfig as Qwen2_5_VLText
 from ed_models.families.qwen2_5_vl import Qwen2_5_VLTextDecoderLayer as Qwen2_5_VLTextDecoderLayer
 from ed_models.families.qwen2_5_vl import Qwen2_5_VLTextForCausalLM as Qwen2_5_VLTextForCausalLM
 from ed_models.families.qwen2_5_vl import Qwen2_5_VLTextModel as Qwen2_5_VLTextModel
-from ed_models.families.qwen2_5_vl import Qwen2_5_VLVisionBlock as Qwen2_5_VLVisionBlock
 from ed_models.families.qwen2_5_vl import Qwen2_5_VLVisionConfig as Qwen2_5_VLVisionConfig
 from ed_models.families.qwen3 import Qwen3Config as Qwen3Config
 from ed_models.families.qwen3 import Qwen3DecoderLayer as Qwen3DecoderLayer
@@ -910,6 +917,10 @@ from ed_data import Value as Value
 from ed_models.families.vit import ViTConfig as ViTConfig
 from ed_models.families.vit import ViTForImageClassification as ViTForImageClassification
 from ed_models.families.vit import ViTModel as ViTModel
+from ed_models.families.vipllava import VipLlavaConfig as VipLlavaConfig
+from ed_models.families.vipllava import VipLlavaForConditionalGeneration as VipLlavaForConditionalGeneration
+from ed_models.families.vipllava import VipLlavaModel as VipLlavaModel
+from ed_models.families.vipllava import VipLlavaProjector as VipLlavaProjector
 from ed_data import Inform as _VisualDatasetInform
 from ed_models.families.voxtral import VoxtralConfig as VoxtralConfig
 from ed_models.families.voxtral import VoxtralEncoderConfig as VoxtralEncoderConfig
@@ -1137,9 +1148,6 @@ Gemma4TextForSequenceClassification = _ForSequenceClassification
 Gemma4VisionModel = _Gemma4VisionModel
 GemmaForEmbedding = _ForEmbedding
 GemmaForSequenceClassification = _ForSequenceClassification
-Glm46VConfig = _Glm46VConfig
-Glm46VForConditionalGeneration = _Glm46VForConditionalGeneration
-Glm46VModel = _Glm46VModel
 Glm4ForEmbedding = _ForEmbedding
 Glm4ForSequenceClassification = _ForSequenceClassification
 Glm4MoeForEmbedding = _ForEmbedding

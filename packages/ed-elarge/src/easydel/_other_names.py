@@ -97,10 +97,7 @@ COUNTERPARTS: dict[str, str] = {
     "Llama4ForCausalLM": f"{_LLAMA4}:Llama4TextForCausalLM",
     "Llama4ForSequenceClassification": "easydel._found:Llama4TextForSequenceClassification",
     "Glm4vVisionModel": "ed_models.body.patch_tower:PatchTower",
-    # In transformers, Glm46V has the layers of Glm4v, and Glm4vMoe has its tower.
-    "Glm46VConfig": f"{_GLM4V}:Glm4vConfig",
-    "Glm46VModel": f"{_GLM4V}:Glm4vModel",
-    "Glm46VForConditionalGeneration": f"{_GLM4V}:Glm4vForConditionalGeneration",
+    # In transformers, Glm4vMoe has the tower of Glm4v.
     "Glm4vMoeVisionConfig": f"{_GLM4V}:Glm4vVisionConfig",
     "Glm4vMoeVisionModel": "ed_models.body.patch_tower:PatchTower",
     "Qwen3VisionTransformerPretrainedModel": "ed_models.body.patch_tower:PatchTower",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -90,14 +91,27 @@ def _list_frozen(subject: CertifiedModel) -> list[str]:
     if subject.adapter_folder is None or subject.model_folder is None:
         return []
     stems = {_name_module(name.removeprefix("base_model.model.")) for name in _adapter(subject)}
-    base_tensors = subject.base.tensors
+    base_tensors, rename = subject.base.tensors, _find_module_names(subject.base.folder)
     return [
         name
         for name in base_tensors
         if name in subject.tensors
         and subject.tensors[name].shape == base_tensors[name].shape
-        and not {_name_module(name), _name_module(text_name(name) or name)} & stems
+        and not {_name_module(n) for n in (name, text_name(name) or name, rename(name))} & stems
     ]
+
+
+def _find_module_names(folder: Path) -> Callable[[str], str]:
+    """Return a function from a tensor of a checkpoint to its module in transformers, as an adapter
+    names the module."""
+    from ed_models.adapters.peft_layout import get_modules
+    from ed_models.checkpoints import hub
+    from ed_models.weights.rules import renamer
+
+    try:
+        return renamer(get_modules(hub.without_values(folder)).names)
+    except EasyDeLError:  # no model of this project
+        return renamer({})
 
 
 def _name_module(name: str) -> str:

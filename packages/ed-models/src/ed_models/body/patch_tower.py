@@ -26,7 +26,7 @@ from ed_layers.attention.blocks.settings import MaskRule, Rotary
 from ed_layers.cache.protocol import Cache
 from ed_layers.cache.storage import Layer
 from ed_layers.context import Ctx
-from ed_layers.mlp import MLP
+from ed_layers.mlp import MLP, GatedMLP
 from ed_layers.parts import MakePart, Parts
 from ed_layers.projections.matmul import matmul
 from flax import nnx
@@ -294,4 +294,26 @@ def deep_tower(parts: Parts) -> PatchTower:
         bias=True,
         positions=isqrt(config.num_position_embeddings),
         deep=getattr(config, "deepstack_visual_indexes", ()),
+    )
+
+
+class WindowedPatchLayer(PatchLayer):
+    """A layer with a gated feed-forward layer, and windows unless `fullatt_block_indexes` names
+    it."""
+
+    def __init__(self, parts: Parts, index: int):
+        windowed = index not in parts.config.fullatt_block_indexes
+        super().__init__(parts, mlp=GatedMLP(parts, bias=True), windowed=windowed)
+
+
+def windowed_tower(parts: Parts) -> PatchTower:
+    """Create the tower of Qwen2.5-VL: RMS norms, and windows in most layers."""
+    config = parts.config
+    return PatchTower(
+        replace(parts, norm_of_family=partial(parts.norm, eps=1e-6)),
+        WindowedPatchLayer,
+        depth=config.depth,
+        features=config.out_hidden_size,
+        kinds=[index not in config.fullatt_block_indexes for index in range(config.depth)],
+        window=config.window_size // config.patch_size // config.spatial_merge_size,
     )

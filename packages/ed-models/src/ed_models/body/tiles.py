@@ -136,9 +136,9 @@ class TwoLayerProjector(nnx.Module):
         config = parts.config
         layers = config.vision_feature_layer
         count = 1 if isinstance(layers, int) else len(layers)
-        inputs, d = count * config.vision_config.hidden_size, config.text_config.hidden_size
-        bias = config.multimodal_projector_bias
-        self.linear_1 = parts.linear(inputs, d, axes=(None, "embed"), bias=bias)
+        self.inputs: int = count * config.vision_config.hidden_size
+        d, bias = config.text_config.hidden_size, getattr(config, "multimodal_projector_bias", True)
+        self.linear_1 = parts.linear(self.inputs, d, axes=(None, "embed"), bias=bias)
         self.linear_2 = parts.linear(d, d, axes=("embed", None), bias=bias)
         self.hidden_act = config.projector_hidden_act
 

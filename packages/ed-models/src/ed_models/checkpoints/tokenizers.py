@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -194,7 +195,8 @@ def without_videos(kind: type[Any]) -> type[Any]:
     class WithoutVideos(ProcessorMixin):
         def __init__(self, *args: object, **options: object) -> None:
             options.pop(_VIDEOS, None)
-            super().__init__(*args, **options)
+            given = [value for name, value in zip(parts, args, strict=False) if name != _VIDEOS]
+            super().__init__(*given, **options)
 
         @classmethod
         def get_attributes(cls) -> list[str]:
@@ -202,7 +204,7 @@ def without_videos(kind: type[Any]) -> type[Any]:
 
         @classmethod
         def from_args_and_dict(
-            cls, args: Any, processor_dict: dict[str, Any], **options: object
+            cls, args: Sequence[Any], processor_dict: dict[str, Any], **options: object
         ) -> Any:
             place = parts.index(_VIDEOS)
             args = [*args[:place], None, *args[place:]]

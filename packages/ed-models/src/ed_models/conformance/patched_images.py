@@ -34,8 +34,8 @@ class PatchedImageTextSubject(Subject):
 
     task = TaskType.IMAGE_TEXT_TO_TEXT
     pad = (0, 5, 0, 3)
-    #: Whether tokens have positions on three axes, and the default number of frames of a patch.
-    has_axes, frames = True, 2
+    #: The default number of frames of a patch.
+    frames = 2
     #: Blocks and first tokens of the images of each row; no first tokens = one after another.
     blocks: tuple[tuple[tuple[int, int], ...], ...] = _IMAGES
     starts: tuple[tuple[int, ...], ...] | None = None
@@ -64,6 +64,11 @@ class PatchedImageTextSubject(Subject):
     def vocab_size(self) -> int:
         """Number of tokens that are not image tokens."""
         return self.fields["image_token_id"]
+
+    @property
+    def has_axes(self) -> bool:
+        """Whether tokens have positions on three axes."""
+        return self.model.patch_form.has_axes
 
     @property
     def placeholders(self) -> np.ndarray:
@@ -143,8 +148,9 @@ class PatchedImageTextSubject(Subject):
         images = {name: torch.tensor(x) for name, x in self.pack_images().items()}
         images["image_grid_thw"] = images["image_grid_thw"].long()
         (inputs,) = super().torch_inputs()
-        types = (inputs["input_ids"] == self.image_token).int()
-        return [{**inputs, **images, "mm_token_type_ids": types}]
+        if self.has_axes:
+            images["mm_token_type_ids"] = (inputs["input_ids"] == self.image_token).int()
+        return [{**inputs, **images}]
 
     def torch_outputs(self, model: PreTrainedModel) -> np.ndarray:
         (inputs,) = self.torch_inputs()
@@ -158,14 +164,13 @@ class PatchedImageTextSubject(Subject):
 
 
 class RasterImageTextSubject(PatchedImageTextSubject):
-    """A model with the positions of texts, whose processor returns patches row by row."""
+    """A model whose processor returns patches row by row."""
 
-    has_axes, frames = False, 1
+    frames = 1
 
     def torch_inputs(self) -> list[dict[str, Any]]:
         torch = require_torch()
         (inputs,) = super().torch_inputs()
-        del inputs["mm_token_type_ids"]
         side, merge = self.fields["vision_config"]["patch_size"], self.model.patch_form.merge
         patches, image_rows, first = self.pack_images()["pixel_values"], [], 0
         for _, h, w in self.pack_images()["image_grid_thw"].tolist():

@@ -1,9 +1,10 @@
-"""LLaVA-NeXT (Liu et al. 2024): LLaVA for images that are split into tiles.
+"""LLaVA-NeXT (Liu et al. 2024) and the images of LLaVA-NeXT-Video: tiles of an image.
 
 - an image is the whole image in the size of a tile, and a grid of tiles without padding
 - a trained feature ends each row of the grid
 
-The numbers follow Hugging Face's `modeling_llava_next.py`.
+The numbers follow Hugging Face's `modeling_llava_next.py` and `modeling_llava_next_video.py`. Of
+LLaVA-NeXT-Video, images are supported, and videos are not.
 """
 
 from __future__ import annotations
@@ -31,6 +32,16 @@ class LlavaNextConfig(EasyDeLBaseConfig, transformers.LlavaNextConfig):
     model_type = "llava_next"
 
 
+@register_config("llava_next_video")
+class LlavaNextVideoConfig(EasyDeLBaseConfig, transformers.LlavaNextVideoConfig):
+    """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`.
+
+    The execution fields also apply to `text_config` and `vision_config`.
+    """
+
+    model_type = "llava_next_video"
+
+
 class LlavaNextModel(SizedImageTextModel):
     """Vision tower, projector, the feature that ends a row, and decoder."""
 
@@ -49,6 +60,26 @@ class LlavaNextForConditionalGeneration(ConditionalLM):
     """LLaVA-NeXT with a language-model head."""
 
     body_class = LlavaNextModel
+    modality = GRID_TILES
+    TIED_WEIGHTS = NESTED_TIED
+    OTHER_NAMES = SIZED_TILE_NAMES
+    MODULES = TILED_MODULES
+    WEIGHTS = SIZED_TILE_RULES
+
+
+class LlavaNextVideoModel(LlavaNextModel):
+    """Vision tower, projector, the feature that ends a row, and decoder."""
+
+    config_class = LlavaNextVideoConfig
+
+
+@register_module(
+    TaskType.IMAGE_TEXT_TO_TEXT, config=LlavaNextVideoConfig, model_type="llava_next_video"
+)
+class LlavaNextVideoForConditionalGeneration(ConditionalLM):
+    """LLaVA-NeXT-Video with a language-model head."""
+
+    body_class = LlavaNextVideoModel
     modality = GRID_TILES
     TIED_WEIGHTS = NESTED_TIED
     OTHER_NAMES = SIZED_TILE_NAMES

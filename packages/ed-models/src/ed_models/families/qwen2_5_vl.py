@@ -8,9 +8,6 @@ Numbers follow Hugging Face's `modeling_qwen2_5_vl.py`; parameter names are its 
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
-
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
@@ -23,7 +20,7 @@ from ed_layers.parts import Parts
 from ed_models.body.decoder import Decoder
 from ed_models.body.image_text import PatchedImageTextModel
 from ed_models.body.layers import DecoderLayer, get_layer_window
-from ed_models.body.patch_tower import PatchLayer, PatchTower
+from ed_models.body.patch_tower import PatchTower, windowed_tower
 from ed_models.body.patch_weights import MERGER, PATCH_MODULES, PATCH_NAMES, patch_weights
 from ed_models.modalities.images import PATCHES
 from ed_models.tasks.causal_lm import CausalLM
@@ -77,34 +74,13 @@ class Qwen2_5_VLTextForCausalLM(CausalLM):
     body_class = Qwen2_5_VLTextModel
 
 
-class Qwen2_5_VLVisionBlock(PatchLayer):
-    """Attention within windows or images and a gated feed-forward layer, each normed before."""
-
-    def __init__(self, parts: Parts, index: int):
-        windowed = _list_windowed_layers(parts.config)[index]
-        super().__init__(parts, mlp=GatedMLP(parts, bias=True), windowed=windowed)
-
-
 class Qwen2_5_VLModel(PatchedImageTextModel):
     """Vision tower and decoder."""
 
     config_class = Qwen2_5_VLConfig
 
     def tower(self, parts: Parts) -> PatchTower:
-        config: Qwen2_5_VLVisionConfig = parts.config
-        return PatchTower(
-            replace(parts, norm_of_family=partial(parts.norm, eps=1e-6)),
-            Qwen2_5_VLVisionBlock,
-            depth=config.depth,
-            features=config.out_hidden_size,
-            kinds=_list_windowed_layers(config),
-            window=config.window_size // config.patch_size // config.spatial_merge_size,
-        )
-
-
-def _list_windowed_layers(config: Qwen2_5_VLVisionConfig) -> list[bool]:
-    """Return whether the patches of each layer attend within windows."""
-    return [index not in config.fullatt_block_indexes for index in range(config.depth)]
+        return windowed_tower(parts)
 
 
 @register_module(TaskType.IMAGE_TEXT_TO_TEXT, config=Qwen2_5_VLConfig, model_type="qwen2_5_vl")
