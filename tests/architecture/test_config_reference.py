@@ -26,7 +26,7 @@ LATER = {
 OWN_FIELDS = {
     *("sharding_rules", "freq_max_position_embeddings", "mask_max_position_embeddings"),
     *("router_z_loss_coef", "router_bias_rate", "expert_capacity_factor", "native_kernels"),
-    "batch_invariant",
+    *("batch_invariant", "mtp_head"),
 }
 OWN_METHODS = {"from_dict", "from_json_file", "get_config_dict", "own_partition_rules"}
 OWN_KEYWORDS = {"layer_type"}

@@ -17,6 +17,7 @@ from ed_esurge.config import SpeculativeConfig
 from ed_esurge.core.proposals import Proposer
 from ed_esurge.core.request import Request
 from ed_esurge.engine import setup
+from ed_esurge.model import is_recurrent
 from ed_esurge.runner.drafts import create_proposer
 
 from tests.conformance.bits import create
@@ -172,6 +173,29 @@ def test_draft_model_drafts_for_layers_without_pages(
     engine.reset_prefix_cache()
     scheduler.proposer = proposer
     assert compare(ask(engine, 0), expected) == 0
+    assert proposer.num_draft_tokens > 20
+    summary = f"accepted {proposer.num_accepted_tokens} of {proposer.num_draft_tokens}"
+    record_property("summary", f"{model_type}: {summary}")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_5_text", "qwen3_next"])
+def test_mtp_layer_drafts_return_the_bits_of_plain_decoding(
+    model_type: str, monkeypatch: pytest.MonkeyPatch, record_property: Any
+) -> None:
+    use_small_states(monkeypatch)
+    exact = has_equal_bits(model_type)
+    model = create(model_type, "float32", batch_invariant=exact, mtp_head="new")
+    config = {"method": "mtp", "num_speculative_tokens": 3, "adaptive_length": False}
+    states = {} if is_recurrent(model) else {"num_states": None}
+    engine = start(model, speculative_config=config, **states)
+    scheduler = engine.loop.scheduler
+    proposer, scheduler.proposer = scheduler.proposer, None
+    assert proposer is not None
+    expected = ask(engine, 0, alone=True)
+    engine.reset_prefix_cache()
+    scheduler.proposer = proposer
+    assert compare(ask(engine, 0), expected) <= (0 if exact else 1e-5)
     assert proposer.num_draft_tokens > 20
     summary = f"accepted {proposer.num_accepted_tokens} of {proposer.num_draft_tokens}"
     record_property("summary", f"{model_type}: {summary}")

@@ -169,6 +169,25 @@ def test_preempted_and_cached_sequences_have_proposals(llama, oracle, prompts):
     assert engine.stats()["kv_cache_usage"] == 0
 
 
+def test_an_engine_of_one_sequence_verifies_proposals(llama, tokenizer, oracle, surge, prompts):
+    """Proposals need rows beside the row of the only sequence."""
+    engine = eSurge(
+        llama,
+        tokenizer,
+        max_num_seqs=1,
+        page_size=8,
+        max_model_len=64,
+        compile_runner=False,
+        silent_mode=True,
+        speculative_config={"num_speculative_tokens": 3},
+    )
+    plain = surge.generate(prompts[1], GREEDY)
+    engine.loop.scheduler.proposer = proposer = oracle(3, plain)
+    same(engine.generate(prompts[1], GREEDY), plain)
+    assert proposer.num_accepted_tokens > 0
+    assert engine.stats()["num_steps"] < 14
+
+
 @pytest.fixture(scope="module")
 def drafted(llama, tokenizer):
     """An engine whose draft model is the model itself. Proposals are wrong only where the draft

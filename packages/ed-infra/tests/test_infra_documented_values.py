@@ -74,6 +74,7 @@ OTHER: dict[str, Any] = {
     "platform": "pallas",
     "easy_method": "serve",
     "attn_mechanism": "flash",
+    "mtp_head": "new",
     "decode_attn_mechanism": "vanilla",
     "attn_dtype": "bf16",
     "attn_softmax_dtype": "bf16",

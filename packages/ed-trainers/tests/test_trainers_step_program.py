@@ -31,13 +31,13 @@ def home(tmp_path, monkeypatch):
 def traces(monkeypatch):
     """A list with an entry for each trace of the loss."""
     found: list[str] = []
-    own = sft.cross_entropy
+    own = sft.forward_cross_entropy
 
     def cross_entropy(*arguments, **options):
         found.append("trace")
         return own(*arguments, **options)
 
-    monkeypatch.setattr(sft, "cross_entropy", cross_entropy)
+    monkeypatch.setattr(sft, "forward_cross_entropy", cross_entropy)
     return found
 
 

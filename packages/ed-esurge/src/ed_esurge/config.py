@@ -166,11 +166,13 @@ class SpeculativeConfig(Options):
     receive no proposals.
     """
 
-    method: Literal["ngram", "suffix", "draft_model"] = "ngram"
+    method: Literal["ngram", "suffix", "draft_model", "mtp"] = "ngram"
     """Source of the proposals. `ngram`: the tokens that followed an earlier occurrence of the last
     tokens in the prompt or output. `suffix`: the most frequent continuations of the longest earlier
     occurrence in the prompt, the output, and the outputs of earlier requests with the same
-    `cache_salt`. `draft_model`: the samples of a small model with the same vocabulary."""
+    `cache_salt`. `draft_model`: the samples of a small model with the same vocabulary. `mtp`: the
+    samples of the MTP layer of the model's checkpoint (`mtp.*`), which reads hidden states of the
+    model."""
     model: str | None = None
     """Directory or hub id of the draft model. Alternatively, pass `draft_model` to `eSurge`."""
     num_speculative_tokens: Annotated[int, Field(gt=0, le=64)] = 4

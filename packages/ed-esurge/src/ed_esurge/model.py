@@ -15,6 +15,7 @@ from ed_infra.package_files import get_source_name
 from ed_layers import native
 from ed_layers.cache.spec import LayerCacheSpec, group_layers
 from ed_models.adapters.slots import with_slots
+from ed_models.body.mtp import as_draft
 from ed_models.checkpoints.embedding_settings import EmbeddingSettings
 from ed_models.generation.prompts import is_encoder_decoder
 from ed_models.modalities.items import EncoderItems, ItemArrays, get_modality, used_items
@@ -331,6 +332,8 @@ def drafting(
         ConfigError: the method is not compatible with the draft model.
     """
     speculative_config = config.speculative_config
+    if draft is None and speculative_config is not None and speculative_config.method == "mtp":
+        return as_draft(model)
     uses_draft_model = speculative_config is not None and speculative_config.method == "draft_model"
     if draft is not None and not uses_draft_model:
         raise ConfigError(

@@ -13,7 +13,9 @@ import jax.numpy as jnp
 import optax
 from ed_infra.errors import CheckpointError, ConfigError
 from ed_infra.rules import Rules
+from ed_models.adapters.lora import has_lora
 from ed_models.base.module import EasyDeLBaseModule
+from ed_models.body.mtp import MTP
 from ed_models.protocol import LanguageModel
 from flax import nnx, struct
 from jax.typing import DTypeLike
@@ -332,6 +334,20 @@ class EasyDeLState(struct.PyTreeNode):
         )
 
 
+def select_parameters(
+    model: LanguageModel, arguments: TrainingArguments
+) -> Sequence[tuple[str, bool]]:
+    """Return the pairs that select the trained parameters; () = the default of the model.
+
+    Without a loss of the MTP layer, weight decay alone would change the layer.
+    """
+    rules = arguments.trained_parameters
+    is_trained = getattr(arguments, "mtp_loss_weight", 0.0) > 0
+    if rules or is_trained or not hasattr(model, MTP) or has_lora(cast(nnx.Module, model)):
+        return rules
+    return ((rf"^{MTP}\.", False), ("", True))
+
+
 def split_model(
     model: LanguageModel, trainable: Iterable[tuple[str, bool]] = ()
 ) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
@@ -407,7 +423,7 @@ def create_optimizer(
     params = (
         model.graphstate
         if isinstance(model, EasyDeLState)
-        else split_model(model, arguments.trained_parameters)[1]
+        else split_model(model, select_parameters(model, arguments))[1]
     )
     check_rules(arguments, params)
     steps = arguments.max_training_steps if total_steps is None else total_steps

@@ -35,7 +35,7 @@ from ed_trainers.rollout import AheadRollout, Rollout, Weights
 from ed_trainers.running.evaluation import Evaluator
 from ed_trainers.running.image_features import ImageFeatures
 from ed_trainers.running.loop import Job, TrainingLoop
-from ed_trainers.state import EasyDeLState
+from ed_trainers.state import EasyDeLState, select_parameters
 from ed_trainers.stored import disk
 
 #: Folder of a run with the adapters of its model, in PEFT's layout.
@@ -468,7 +468,8 @@ class Trainer:
 
     def _first_state(self) -> EasyDeLState:
         """Return the state before training."""
-        rules, extension = self.arguments.trained_parameters, self.record.extension
+        extension = self.record.extension
+        rules = select_parameters(self._model, self.arguments)
         if self._state is not None:
             state = self._state
         elif rules or extension is None:

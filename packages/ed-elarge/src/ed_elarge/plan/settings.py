@@ -222,9 +222,10 @@ def serving(run: RunConfig) -> Serving:
     if options.max_loras:
         raise ConfigError("elarge plan does not know esurge.max_loras: omit it")
     speculative_config = options.speculative_config
-    if speculative_config is not None and speculative_config.method == "draft_model":
+    if speculative_config is not None and speculative_config.method in ("draft_model", "mtp"):
         raise ConfigError(
-            "elarge plan does not know the memory of esurge.speculative_config.model: omit it"
+            "elarge plan does not know the memory of drafts by a model or by an MTP layer: omit "
+            "esurge.speculative_config"
         )
     fields = run.execution_fields()
     loader, cache = run.loader, fields["kv_cache_quantization_config"]

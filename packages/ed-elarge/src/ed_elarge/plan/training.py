@@ -174,7 +174,7 @@ def _experts(tensors: tuple[PlanTensor, ...], mesh: PlanMesh) -> int:
 
 
 #: Layers of a specification without targets.
-_ALL_LINEAR = r"^(?!lm_head$|score$)"
+_ALL_LINEAR = r"^(?!lm_head$|score$|mtp[./])"
 
 
 def iterate_adapter_tensors(

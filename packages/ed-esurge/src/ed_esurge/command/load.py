@@ -181,6 +181,9 @@ def served_engine(arguments: ModelArguments) -> eSurge | SpeechEngine:
     task = detect_task(settings)
     if task == TaskType.BASE_MODULE:  # a body without a head returns embeddings
         task = TaskType.EMBEDDING
+    speculative_config = arguments.engine.speculative_config
+    if speculative_config is not None and speculative_config.method == "mtp":
+        fields = {"mtp_head": "stored", **fields}
     loading: dict[str, Any] = {
         "dtype": dtype,
         "param_dtype": dtype,

@@ -180,7 +180,11 @@ class DraftKind:
     """A source of proposals.
 
     Attributes:
-        create: creates the proposer from the options; None = the kind reads a draft model.
+        create: creates the proposer from the options; None = the kind has a draft model.
+        follow: creates the proposer of a kind with a draft model from the runner of the draft
+            model, the runner of the served model, the options, and the maximum number of tokens in
+            a step.
     """
 
     create: Callable[[SpeculativeConfig], Proposer] | None
+    follow: Callable[..., Proposer] | None = None

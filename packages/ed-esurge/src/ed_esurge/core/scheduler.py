@@ -42,6 +42,8 @@ class StepLimits:
         whole_prompts: whether each prompt is computed in one step. The budget must fit
             `max_model_len`.
         time: estimated time of a decode step, which limits the steps of one program.
+        max_rows: maximum number of sequences and proposed tokens in one step; None =
+            `max_num_seqs`.
     """
 
     max_num_seqs: int
@@ -52,6 +54,7 @@ class StepLimits:
     shapes: tuple[tuple[int, int], ...] = ()
     whole_prompts: bool = False
     time: StepTime = ONE_STEP
+    max_rows: int | None = None
 
 
 class Scheduler:
@@ -288,7 +291,7 @@ class Scheduler:
                 total = self._limits_now.token_budget - budget
                 if self._limits_now.shapes and total > len(rows):
                     budget = min(budget, get_room(self._limits_now.shapes, total, len(rows)))
-                free_rows = self.limits.max_num_seqs - len(rows)
+                free_rows = (self.limits.max_rows or self.limits.max_num_seqs) - len(rows)
                 drafts.add_proposals(rows, self.requests, budget=budget, free_rows=free_rows)
             drafts.place_states(rows, self.requests)
         steps = 1

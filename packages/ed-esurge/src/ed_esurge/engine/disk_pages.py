@@ -37,7 +37,7 @@ from ed_infra.logging import get_logger
 
 from ed_esurge.engine.loop import EngineLoop
 from ed_esurge.engine.transport import Transport
-from ed_esurge.runner.drafts import DraftModel
+from ed_esurge.runner.draft_model import DraftModel
 from ed_esurge.runner.functions import SERVING_PACKAGES
 from ed_esurge.runner.host_pages import HostMemory
 from ed_esurge.runner.weights import ServedWeights

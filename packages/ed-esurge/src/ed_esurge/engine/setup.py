@@ -36,7 +36,8 @@ from ed_esurge.model import (
     reads_ahead,
 )
 from ed_esurge.runner.buckets import Buckets
-from ed_esurge.runner.drafts import DRAFT_GROUP, DraftModel, check_draft, create_proposer
+from ed_esurge.runner.draft_model import DRAFT_GROUP
+from ed_esurge.runner.drafts import DRAFT_KINDS, check_draft, create_proposer
 from ed_esurge.runner.host_pages import COPIES, PAGES_AT_ONCE
 from ed_esurge.runner.memory import get_recurrent_caches
 from ed_esurge.runner.model_runner import ModelRunner
@@ -151,11 +152,14 @@ class Setup:
         seqs = config.max_num_seqs
         if platform == "cpu" and "max_num_seqs" not in config.model_fields_set:
             seqs = min(seqs, CPU_SEQS)
+        rows = seqs
+        if config.speculative_config is not None:  # the proposals for one sequence fit in any case
+            rows = max(seqs, 1 + config.speculative_config.num_speculative_tokens)
         if config.batch_invariant:
-            budget = config.max_num_batched_tokens or seqs
-        seqs = min(seqs, budget)
+            budget = config.max_num_batched_tokens or rows
+        seqs, rows = min(seqs, budget), min(rows, budget)
         # A step never has more tokens than all sequences together.
-        budget = max(seqs, min(budget, seqs * longest))
+        budget = max(rows, min(budget, seqs * longest))
         items = build_encoder_items(model, longest)
         if config.enable_prompt_embeds:
             items = EmbeddedPrompts(model, longest, budget)
@@ -163,7 +167,7 @@ class Setup:
         time = ONE_STEP if encoded or any(records) else _time(model, config)
         omits = platform == "cpu" and omits_padding(model)
         buckets = Buckets(
-            max_num_seqs=seqs,
+            max_num_seqs=rows,
             max_num_tokens=budget,
             pages=-(-longest // config.page_size),
             min_tokens=_least_tokens(config, omits),
@@ -186,6 +190,7 @@ class Setup:
             shapes=shapes,
             whole_prompts=together == "prompt",
             time=time,
+            max_rows=buckets.max_rows,
         )
         if draft is not None:
             check_draft(model, draft, longest)
@@ -308,7 +313,9 @@ class Setup:
         draft_runner = self._runner(pages, model=self.draft, host_places=places)
         if runner.host is not None:
             runner.host.draft = draft_runner.host
-        return DraftModel(draft_runner, config, self.limits.token_budget)
+        follow = DRAFT_KINDS[config.method].follow
+        assert follow is not None, "a kind with a draft model follows its runner"
+        return follow(draft_runner, runner, config, self.limits.token_budget)
 
     def _runner(
         self,
@@ -334,6 +341,8 @@ class Setup:
         """Return the keyword arguments of a runner that follow from the sizes."""
         items = None if is_draft else self.items
         rows = 0 if items is None or self.encoder is None else self.encoder[0]
+        speculative_config = self.config.speculative_config
+        reads_hidden = speculative_config is not None and speculative_config.method == "mtp"
         return {
             "page_size": self.config.page_size,
             "num_pages": num_pages,
@@ -344,6 +353,7 @@ class Setup:
             "items": items,
             "encoder_length": None if is_draft else self.encoder_length,
             "second_states": bool(self.buckets.drafts) and not is_draft,
+            "hidden_rows": self.buckets.shapes[-1].tokens if is_draft and reads_hidden else 0,
             "records": self.records,
         }
 

@@ -42,7 +42,7 @@ class Buckets:
     prefill shapes grow by a factor of four and exceed the number of sequences.
 
     Args:
-        max_num_seqs, max_num_tokens: sizes of the largest step.
+        max_num_seqs, max_num_tokens: numbers of rows and tokens of the largest step.
         pages: maximum number of pages of a sequence.
         min_tokens: token count of the smallest prefill shape.
         seq_buckets: ascending numbers of sequences of the decode shapes; None: the default above.
@@ -84,6 +84,11 @@ class Buckets:
             if most > FEW_SEQS * TOKEN_RATIO:
                 prefill.add(StepShape(tokens, FEW_SEQS, pages))
         self.prefill = tuple(sorted(prefill))
+
+    @property
+    def max_rows(self) -> int:
+        """Number of rows of the largest decode shape."""
+        return self.decode[-1].seqs
 
     @property
     def shapes(self) -> tuple[StepShape, ...]:

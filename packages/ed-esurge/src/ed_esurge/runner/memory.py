@@ -26,7 +26,7 @@ class Memory:
         max_num_seqs: maximum number of running sequences: the slots of the sampler's state and of
             the recurrent states.
         encoder_rows: number of rows of the table of encoder outputs; 0 = no table.
-        encoder_features: number of columns of the table.
+        encoder_features: number of columns of the table; None = that of the hidden states.
         encoder_length: encoder positions of a sequence of an encoder-decoder; None for others.
         num_states: number of saved recurrent states; None = states are not copied.
         second_states: whether each sequence has a second slot for its recurrent state.
@@ -46,7 +46,7 @@ class Memory:
         num_pages: dict[str, int],
         max_num_seqs: int,
         encoder_rows: int = 0,
-        encoder_features: int = 0,
+        encoder_features: int | None = None,
         encoder_length: int | None = None,
         num_states: int | None = None,
         second_states: bool = False,
@@ -83,7 +83,7 @@ class Memory:
         self.sums = self.replicate_arrays(zeros((self.max_num_seqs, self._width), jnp.float32))
         if self.encoder_rows:
             dtype = cast(Any, self._model).dtype
-            shape = (self.encoder_rows, self._encoder_features)
+            shape = (self.encoder_rows, self._encoder_features or self._width)
             self.encoded = self.replicate_arrays(zeros(shape, dtype))
         return self.cache
 

@@ -55,7 +55,13 @@ class ModelRunner:
         num_states: number of saved recurrent states; None = states are not copied.
         second_states: whether each sequence has a second slot for its recurrent state, so that
             drafts can be verified.
+        hidden_rows: number of rows of the table of hidden states that the model reads as features;
+            0 = no table. A model with a table predicts the token after the next one.
         records: what results contain in addition.
+
+    Attributes:
+        keeps_hidden: whether to store the hidden states of each step.
+        hidden: hidden states of the flat tokens of the last step [T, d], if they are stored.
     """
 
     #: Arrays that persist between steps.
@@ -78,9 +84,11 @@ class ModelRunner:
         encoder_length: int | None = None,
         num_states: int | None = None,
         second_states: bool = False,
+        hidden_rows: int = 0,
         records: Records = NOTHING,
     ) -> None:
         self.buckets, self.items = buckets, items
+        self.keeps_hidden, self.hidden = False, cast("jax.Array | None", None)
         self.page_size, self.num_pages = page_size, num_pages
         self.num_states = num_states
         self.vocab_size = get_vocab_size(model)
@@ -91,8 +99,8 @@ class ModelRunner:
             page_size=page_size,
             num_pages=num_pages,
             max_num_seqs=max_num_seqs,
-            encoder_rows=encoder_rows,
-            encoder_features=0 if items is None else items.features,
+            encoder_rows=encoder_rows or hidden_rows,
+            encoder_features=None if items is None else items.features,
             encoder_length=encoder_length,
             num_states=num_states,
             second_states=second_states,
@@ -110,7 +118,7 @@ class ModelRunner:
             page_size=page_size,
             num_pages=num_pages,
             separate_rows=buckets.invariant,
-            featured=buckets.prefill if encoder_rows else (),
+            featured=buckets.shapes if hidden_rows else buckets.prefill if encoder_rows else (),
             has_axes=items is not None and items.has_axes,
             drafts=second_states,
         )
@@ -124,6 +132,7 @@ class ModelRunner:
             buckets,
             max_logprobs=self.max_logprobs,
             records=records,
+            lookahead=int(hidden_rows > 0),
         )
         self.functions = Functions(uncompiled, ahead_of_time=ahead_of_time)
         self._encoder: ItemEncoder | SlotEncoder | None = None
@@ -285,8 +294,9 @@ class ModelRunner:
             memory.cache,
             memory.state.last,
             buffer,
-            *memory.get_encoder_outputs(shape in self.buckets.prefill),
+            *memory.get_encoder_outputs(self._builder.fields(shape).featured),
         )
+        self.hidden = hidden if self.keeps_hidden else None
         index, numbers = slots.get_filtered_rows(self._builder.fields(shape).view(buffer, "rows"))
         if len(index):
             allowed = functions.filter_masks(logits, allowed, index, numbers, memory.state)

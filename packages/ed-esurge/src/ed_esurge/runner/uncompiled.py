@@ -8,6 +8,7 @@ step of most models. Legend: T flat tokens, n rows, m slots, v vocabulary, w wor
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import jax
@@ -67,6 +68,7 @@ class UncompiledFunctions:
         buckets: shapes of the steps.
         max_logprobs: number of alternatives that a step returns.
         records: what a step returns in addition.
+        lookahead: number of tokens between the last token of a row and the sampled token.
 
     Attributes:
         num_traces: number of traces, without those for which `uncounted` returned True.
@@ -84,8 +86,9 @@ class UncompiledFunctions:
         *,
         max_logprobs: int,
         records: Records = NOTHING,
+        lookahead: int = 0,
     ) -> None:
-        self.num_traces = 0
+        self.num_traces, self._lookahead = 0, lookahead
         self.uncounted: Callable[[], bool] = lambda: False
         self.weights, self.memory, self.builder = weights, memory, builder
         self.buckets, self.max_logprobs, self._guides = buckets, max_logprobs, guides
@@ -242,8 +245,10 @@ class UncompiledFunctions:
         def sample_logits(
             state: SamplerState, logits: jax.Array, rows: jax.Array, allowed: jax.Array
         ):
+            sampler_rows = SamplerRows.of(rows)
+            sampler_rows = replace(sampler_rows, position=sampler_rows.position + self._lookahead)
             sampled, state, masks = sample_with_mask(
-                *(logits, SamplerRows.of(rows), state, self.max_logprobs, allowed),
+                *(logits, sampler_rows, state, self.max_logprobs, allowed),
                 masks=self.records.masks,
                 is_switched=self._is_switched,
             )

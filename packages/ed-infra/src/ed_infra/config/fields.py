@@ -98,6 +98,12 @@ class ExecutionFields:
         "compute every sum in one order, so that equal tokens and weights give the same bits in "
         "every batch and on every mesh; needs the C++ kernels of CPUs",
     )
+    mtp_head: Literal["stored", "new"] | None = option(
+        None,
+        "load the layer of a causal language model that predicts the token after the next one "
+        "(the tensors mtp.*), for drafts and for trainer.mtp_loss_weight; new = with random values "
+        "if the checkpoint has none; None = the tensors are only copied to saved checkpoints",
+    )
     easy_method: Literal["train", "serve", "convert"] = option(
         "train", "workflow of the model; serve and convert store no values for gradients"
     )

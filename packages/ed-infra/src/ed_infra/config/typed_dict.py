@@ -30,6 +30,7 @@ class EasyDeLBaseConfigDict(TypedDict, total=False):
     platform: str | None
     native_kernels: bool
     batch_invariant: bool
+    mtp_head: Literal["stored", "new"] | None
     easy_method: Literal["train", "serve", "convert"]
     attn_mechanism: AVAILABLE_ATTENTION_MECHANISMS
     decode_attn_mechanism: AVAILABLE_ATTENTION_MECHANISMS | None

@@ -27,7 +27,7 @@ from ed_models.adapters.saved_modules import find_parameters, with_saved_modules
 M = TypeVar("M", bound=nnx.Module)
 
 #: The targets of a specification without targets, as PEFT's "all-linear".
-ALL_LINEAR = r"^(?!lm_head$|score$)"
+ALL_LINEAR = r"^(?!lm_head$|score$|mtp[./])"
 
 
 def apply_lora(

@@ -55,6 +55,8 @@ class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, ParameterConversio
     WEIGHTS: ClassVar[Sequence[Rule]]
     # Whether `batch_invariant` is supported; sums without a fixed order are then found in a call.
     can_be_batch_invariant: ClassVar[bool] = False
+    # Whether `mtp_head` is supported: the model has an MTP layer, or is a part of such a model.
+    can_have_mtp_head: ClassVar[bool] = False
     #: Number of token rows of the checkpoint, if `resize_token_embeddings` has changed the number.
     base_token_rows: int | None = None
     named_adapters: NamedAdapters | None = None
@@ -69,6 +71,12 @@ class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, ParameterConversio
         rngs: nnx.Rngs | None = None,
     ):
         config.seal()
+        if config.mtp_head is not None and not self.can_have_mtp_head:
+            raise ConfigError(
+                f"mtp_head={config.mtp_head!r}: {type(self).__name__} is not a causal language "
+                "model with one decoder; omit mtp_head, or load the language model (the task "
+                "causal-language-model)"
+            )
         if config.batch_invariant:
             if not self.can_be_batch_invariant:
                 raise ConfigError(

@@ -43,6 +43,7 @@ class Decoder(EasyDeLBaseModule):
     layer_class: ClassVar[MakePart]
     WEIGHTS = STANDARD
     can_be_batch_invariant = True
+    can_have_mtp_head = True
 
     def __init__(
         self,

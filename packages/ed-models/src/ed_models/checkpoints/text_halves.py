@@ -100,6 +100,8 @@ _PREFIXES: Mapping[str, str] = {
 _OTHERS = ("visual.", "model.visual.")
 #: Prefixes of heads, which some writers store outside the language model.
 _HEADS = ("lm_head.", "score.")
+#: First part of the names of the MTP layer.
+_MTP = "mtp."
 
 
 def specialize_task(task: TaskType, tasks: Collection[TaskType]) -> TaskType:
@@ -170,7 +172,11 @@ def text_tensors(files: TensorFiles, model_names: Collection[str]) -> TensorFile
     if any(name.startswith((*prefixes, *_OTHERS)) for name in model_names):
         return files
     if any(name.startswith(prefixes) for name in files):
-        names = {name: text_name(name) for name in files}
+        has_mtp_layer = any(name.startswith(_MTP) for name in model_names)
+        names = {
+            name: name if has_mtp_layer and name.startswith(_MTP) else text_name(name)
+            for name in files
+        }
     else:
         names = {name: None if name.startswith(_OTHERS) else name for name in files}
     unread_names = [name for name, text_name in names.items() if text_name is None]

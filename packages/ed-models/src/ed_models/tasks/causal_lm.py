@@ -6,7 +6,7 @@ Legend: b batch, s sequence, d hidden, v vocabulary, n selected positions.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 from ed_models.tasks.head_model import Body, HeadModel
 
 if TYPE_CHECKING:
+    from ed_infra.config import EasyDeLBaseConfig
     from ed_infra.inputs import Encoded, Features, Inputs
     from ed_layers.cache.protocol import Cache
     from ed_layers.cache.ragged import RaggedBatch
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from ed_models.tasks.classification import SequenceClassifier
     from ed_models.tasks.embedding import Embedder
+    from ed_models.weights.blocks import Shapes
 
 _ArrayT = TypeVar("_ArrayT", jax.Array, np.ndarray)
 VocabularyOutputT = TypeVar("VocabularyOutputT", CausalLMOutput, MaskedLMOutput)
@@ -162,6 +164,26 @@ class CausalLM(VocabularyHead):
 
     DERIVED = _DERIVED
     can_be_batch_invariant = True
+    can_have_mtp_head = True
+
+    def add_head(self, parts: Parts) -> None:
+        """Create the head, and the MTP layer if the configuration has `mtp_head`."""
+        super().add_head(parts)
+        if parts.config.mtp_head is not None:
+            from ed_models.body.mtp import build_layer
+
+            self.mtp = build_layer(cast(Any, self.body_class), parts)
+
+    @classmethod
+    def new_tensors(cls, config: EasyDeLBaseConfig, missing: Shapes) -> Mapping[str, np.ndarray]:
+        """Return random values of the MTP layer for a checkpoint without one, with
+        `mtp_head: new`."""
+        from ed_models.body.mtp import MTP, create_tensors
+
+        names = [name for name in missing if name.startswith(f"{MTP}.")]
+        if not names or config.mtp_head != "new":
+            return {}
+        return create_tensors(cls, config, names)
 
     def __call__(
         self,

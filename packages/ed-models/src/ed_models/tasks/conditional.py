@@ -37,6 +37,7 @@ class ConditionalLM(CausalLM):
 
     modality: ClassVar[Modality]
     DERIVED: ClassVar[Mapping[TaskType, Callable[[type[Any]], type]]] = {}
+    can_have_mtp_head = False
     #: Which tokens attend to later ones: those of an image, those of a prompt, or none. A step of
     #: the engine computes them together.
     reads_ahead: Literal["image", "prompt"] | None = None

@@ -39,6 +39,7 @@ class Embedder(EasyDeLBaseModule, Generic[BodyT]):
     pooling: Pooling = Pooling()
     transforms: Sequence[Transform] = ()
     embedding_settings: EmbeddingSettings = EmbeddingSettings()
+    can_have_mtp_head = False
 
     @classmethod
     def for_family(cls, family: type[HeadModel[BodyT]]) -> type[Embedder[BodyT]]:

@@ -12,12 +12,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from ed_infra.outputs import CausalLMOutput, Metric
 from ed_layers.losses import TokenLoss
 from ed_models.protocol import LanguageModel
 
 from ed_trainers.arguments import METHODS, SFTArguments
 from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
+from ed_trainers.losses.mtp import MTP_LOSS, check_mtp_layer, predict_further_tokens
 from ed_trainers.losses.next_token import next_token_batch, reads_sound, speech_batch
 from ed_trainers.losses.scoring import forward, target_logps
 from ed_trainers.losses.token_loss import token_cross_entropy
@@ -35,6 +37,8 @@ class SFTRun(MethodRun[SFTArguments]):
     def create_parts(self, models: dict[str, LanguageModel]) -> None:
         """See `MethodRun`."""
         self.transcripts = Transcripts(self)
+        if self.arguments.mtp_loss_weight:
+            check_mtp_layer(self.learner)
 
 
 def prepare(run: MethodRun, batch: HostBatch) -> Prepared:
@@ -54,12 +58,14 @@ def loss(
     arguments = run.arguments
     noise = arguments.neftune_noise_alpha
     if key is None or not isinstance(arguments, SFTArguments) or arguments.loss_type != "dft":
-        return cross_entropy(run, models, batch, key, noise=noise)
+        output, result = forward_cross_entropy(run, models, batch, key, noise=noise)
+        return add_mtp_loss(run, models.learner, batch, output, result)
     options = {"placement": run.placement, "chunk": arguments.lmhead_chunksize, "noise": noise}
     output, logps = target_logps(models.learner, batch, key, **options)
     weights = batch["weights"]
     losses = -jax.lax.stop_gradient(jnp.exp(logps)) * logps
-    return Loss.of(output, jnp.sum(weights * losses), jnp.sum(weights))
+    result = Loss.of(output, jnp.sum(weights * losses), jnp.sum(weights))
+    return add_mtp_loss(run, models.learner, batch, output, result)
 
 
 def cross_entropy(
@@ -70,7 +76,19 @@ def cross_entropy(
     *,
     noise: float | None = None,
 ) -> Loss:
-    """Return the weighted sum of `-log p(target)` in nats.
+    """Return the loss of `forward_cross_entropy`."""
+    return forward_cross_entropy(run, models, batch, key, noise=noise)[1]
+
+
+def forward_cross_entropy(
+    run: MethodRun[Any],
+    models: Models,
+    batch: Batch,
+    key: jax.Array | None,
+    *,
+    noise: float | None = None,
+) -> tuple[CausalLMOutput, Loss]:
+    """Return the output of the learner, and the weighted sum of `-log p(target)` in nats.
 
     Label smoothing, z-loss and noise on embeddings apply in training only, when there is a key.
 
@@ -96,7 +114,32 @@ def cross_entropy(
         chunk=arguments.lmhead_chunksize,
         loss=extra,
     )
-    return Loss.of(output, total, jnp.sum(batch["weights"]))
+    return output, Loss.of(output, total, jnp.sum(batch["weights"]))
+
+
+def add_mtp_loss(
+    run: MethodRun[SFTArguments | SeqKDArguments],
+    learner: LanguageModel,
+    batch: Batch,
+    output: CausalLMOutput,
+    result: Loss,
+) -> Loss:
+    """Return a loss with the term of the MTP layer, if `mtp_loss_weight` is positive."""
+    arguments = run.arguments
+    if not isinstance(arguments, SFTArguments) or not arguments.mtp_loss_weight:
+        return result
+    assert output.last_hidden_state is not None
+    hidden, targets, weights = predict_further_tokens(learner, batch, output.last_hidden_state)
+    total = token_cross_entropy(
+        hidden,
+        learner.head(),
+        targets,
+        weights,
+        sharding=run.placement.sharding(targets.shape),
+        chunk=arguments.lmhead_chunksize,
+    )
+    term = Metric.of(arguments.mtp_loss_weight * total, jnp.sum(weights))
+    return result._replace(sums={**result.sums, MTP_LOSS: term})
 
 
 def measure(run: SFTRun, batches: Iterable[HostBatch], state: EasyDeLState) -> dict[str, float]:

@@ -49,6 +49,10 @@ class SFTArguments(NoiseArguments, NextTokenArguments):
     task. None: the positions of the decoder."""
     trainer_type: Literal["sft"] = "sft"
     learning_rate: Positive = 2e-5
+    mtp_loss_weight: NotNegative = 0.0
+    """Weight of the loss of the MTP layer, the cross-entropy of the token after the next one. The
+    layer is trained with the model, or alone with `trainable_rules` such as `["^mtp", true]`. A run
+    file loads the layer of the checkpoint, or creates a layer. 0: the layer is not trained."""
     loss_type: Annotated[str, choice("loss_type", ("nll", "dft"), {"chunked_nll": "nll"})] = "nll"
     """`nll`: the cross-entropy. `dft` (dynamic fine-tuning, arXiv:2508.05629): the cross-entropy of
     each token times its probability, without gradient through the probability, in training only."""

@@ -1,0 +1,219 @@
+"""Drafts of an MTP layer: the proposals of the definition, equal answers, and planted faults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ed_esurge import SamplingParams, StructuredOutputs, eSurge
+from ed_esurge.core.plan import PlanRow, StepPlan
+from ed_esurge.core.request import Request
+from ed_esurge.runner.draft_model import DraftModel
+from ed_esurge.runner.mtp_drafts import MTPDrafts
+from ed_infra.errors import ConfigError
+from flax import nnx
+
+pytestmark = pytest.mark.nightly
+MOST, LENGTH = 3, 40
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+OPTIONS: dict[str, Any] = {
+    "page_size": 8,
+    "max_num_batched_tokens": 16,
+    "max_model_len": 64,
+    "compile_runner": False,
+    "silent_mode": True,
+}
+
+
+@pytest.fixture(scope="module")
+def model(make_llama):
+    return make_llama(mtp_head="new")
+
+
+@pytest.fixture(scope="module")
+def engine(model, tokenizer):
+    return start(model, tokenizer)
+
+
+def start(model: Any, tokenizer: Any = None, **options: Any) -> eSurge:
+    config = {"method": "mtp", "num_speculative_tokens": MOST, "adaptive_length": False}
+    known = {"max_num_seqs": 4, "speculative_config": config, **OPTIONS}
+    return eSurge(model, tokenizer, **{**known, **options})
+
+
+class Definition:
+    """The proposals for a sequence by forward passes over the whole sequence."""
+
+    def __init__(self, model: Any) -> None:
+        graphdef, self._state = nnx.split(model)
+
+        def compute_hidden(state: Any, ids: jax.Array) -> Any:
+            model = nnx.merge(graphdef, state)
+            return model(ids, logits_at="none").last_hidden_state, model.model.embed(ids, None)
+
+        def apply_layer(state: Any, embeds: jax.Array, hidden: jax.Array) -> Any:
+            model = nnx.merge(graphdef, state)
+            output = model.mtp(inputs_embeds=embeds, hidden=hidden).last_hidden_state
+            return output, jnp.argmax(model.head()(output), axis=-1)
+
+        self._hidden, self._layer = jax.jit(compute_hidden), jax.jit(apply_layer)
+
+    def propose(self, tokens: Sequence[int]) -> list[int]:
+        """Return `MOST` proposals after the tokens."""
+        ids = np.zeros((1, LENGTH), np.int32)
+        known = len(tokens)
+        ids[0, :known] = tokens
+        hidden, _ = self._hidden(self._state, ids)
+        proposals: list[int] = []
+        for length in range(known - 1, known - 1 + MOST):
+            _, embeds = self._hidden(self._state, np.roll(ids, -1, axis=1))
+            output, best = self._layer(self._state, embeds, hidden)
+            proposals.append(int(best[0, length - 1]))
+            ids[0, length + 1] = proposals[-1]
+            hidden = hidden.at[0, length].set(output[0, length - 1])
+        return proposals
+
+
+@pytest.fixture(scope="module")
+def definition(model):
+    return Definition(model)
+
+
+def check_proposals(engine: eSurge, definition: Definition, prompts: Sequence[list[int]]) -> int:
+    """Compare all proposals of some requests with the definition; return their number."""
+    proposer: Any = engine.loop.scheduler.proposer
+    compared: list[bool] = []
+    draft = proposer._draft
+
+    def draft_and_compare(plan: StepPlan, requests: Any) -> None:
+        draft(plan, requests)
+        for name, (length, tokens) in proposer._drafts.items():
+            known = [*requests[name].tokens(0, length)]
+            if tokens and (name, length) not in seen:
+                seen.add((name, length))
+                compared.append(tokens == definition.propose(known)[: len(tokens)])
+
+    seen = set[tuple[str, int]]()
+    proposer._draft = draft_and_compare
+    try:
+        engine.generate([*prompts], GREEDY)
+    finally:
+        del proposer._draft
+    assert all(compared), f"{compared.count(False)} of {len(compared)} proposals differ"
+    return len(compared)
+
+
+PROMPTS = [
+    np.random.default_rng(i).integers(3, 250, length).tolist() for i, length in enumerate((5, 21))
+]
+
+
+def test_proposals_are_those_of_the_definition(engine, definition) -> None:
+    """Also over chunks of a prompt, and for a single token of a prompt."""
+    assert check_proposals(engine, definition, PROMPTS) > 15
+    assert check_proposals(engine, definition, [[7], PROMPTS[0][:2]]) > 15
+
+
+def reads_same_tokens(patch: pytest.MonkeyPatch) -> None:
+    """Join a hidden state with its own token instead of the next one."""
+    build = MTPDrafts._build_row
+
+    def build_unshifted(self: MTPDrafts, request: Request, row: PlanRow, places: range, *more: Any):
+        tokens = request.tokens(places.start, places.stop)
+        return build(self, request, row, places, *more)._replace(token_ids=tokens)
+
+    patch.setattr(MTPDrafts, "_build_row", build_unshifted)
+
+
+def shifts_positions(patch: pytest.MonkeyPatch) -> None:
+    """Store each pair at the position of its token."""
+    build = MTPDrafts._build_row
+
+    def build_later(self: MTPDrafts, *arguments: Any):
+        row = build(self, *arguments)
+        return row._replace(start=row.start + 1)
+
+    patch.setattr(MTPDrafts, "_build_row", build_later)
+
+
+def reads_hidden_state_before(patch: pytest.MonkeyPatch) -> None:
+    """Read the hidden state of the token before."""
+    build = MTPDrafts._build_row
+
+    def build_stale(self: MTPDrafts, *arguments: Any):
+        row = build(self, *arguments)
+        return row._replace(features=[max(feature - 1, 0) for feature in row.features])
+
+    patch.setattr(MTPDrafts, "_build_row", build_stale)
+
+
+def keeps_hidden_states_of_the_model(patch: pytest.MonkeyPatch) -> None:
+    """Repeat the layer with the hidden states of the model instead of its own."""
+    patch.setattr(MTPDrafts, "_run", lambda self, plan: DraftModel._run(self, plan))
+
+
+def keeps_old_hidden_states(patch: pytest.MonkeyPatch) -> None:
+    """Do not read the hidden states of decode steps."""
+    write = MTPDrafts._write_hidden
+
+    def write_prompts(self: MTPDrafts, source: Any) -> None:
+        if source is self.runner or source.hidden.shape[0] > source.buckets.max_rows:
+            write(self, source)
+
+    patch.setattr(MTPDrafts, "_write_hidden", write_prompts)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        reads_same_tokens,
+        shifts_positions,
+        reads_hidden_state_before,
+        keeps_hidden_states_of_the_model,
+        keeps_old_hidden_states,
+    ],
+)
+def test_planted_fault_is_found(
+    fault: Callable[[pytest.MonkeyPatch], None], engine, definition, monkeypatch
+) -> None:
+    fault(monkeypatch)
+    engine.reset_prefix_cache()
+    with pytest.raises(AssertionError, match="proposals differ"):
+        check_proposals(engine, definition, PROMPTS)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 4])
+def test_drafted_requests_have_the_answers_of_plain_decoding(
+    max_num_seqs: int, model, tokenizer
+) -> None:
+    """Sampling, grammars, penalties and log-probabilities; the layer is a random one."""
+    engine = start(model, tokenizer, max_num_seqs=max_num_seqs)
+    proposer: Any = engine.loop.scheduler.proposer
+    grammar = StructuredOutputs(regex="[ab]{4}c+d")
+    params = [
+        GREEDY.replace(logprobs=2),
+        SamplingParams(seed=3, temperature=1.2, top_p=0.9, max_tokens=12, ignore_eos=True),
+        SamplingParams(seed=4, temperature=1.0, max_tokens=12, structured_outputs=grammar),
+        GREEDY.replace(frequency_penalty=0.7, prompt_logprobs=1),
+    ]
+    prompts = [*PROMPTS, PROMPTS[0], PROMPTS[1]]
+    drafted = engine.generate(prompts[:2], params[:2]) + engine.generate(prompts[2:], params[2:])
+    assert proposer.num_draft_tokens > 10
+    assert not (proposer._computed or proposer._pages or proposer._drafts or proposer._starts)
+    engine.loop.scheduler.proposer = None
+    engine.reset_prefix_cache()
+    for output, plain in zip(drafted, engine.generate(prompts, params), strict=True):
+        one, two = output.outputs[0], plain.outputs[0]
+        assert (one.token_ids, one.text) == (two.token_ids, two.text)
+        assert one.finish_reason == two.finish_reason
+        if one.logprobs is not None:
+            assert one.cumulative_logprob == pytest.approx(two.cumulative_logprob, abs=1e-4)
+
+
+def test_model_without_layer_raises_error(make_llama) -> None:
+    with pytest.raises(ConfigError, match="mtp_head='stored'"):
+        start(make_llama())

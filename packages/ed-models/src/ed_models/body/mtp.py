@@ -1,0 +1,202 @@
+"""The layer that predicts the token after the next one (MTP), the tensors `mtp.*` of checkpoints.
+
+The layer reads the last hidden state h of a token and the embedding e of the token after it:
+
+    x[i] = fc([pre_fc_norm_embedding(e[i + 1]), pre_fc_norm_hidden(h[i])])
+    g[i] = norm(layer(x)[i])        logits of token i + 2 = head(g[i])
+
+`layer` is a layer of the family with full attention, with experts if the family has experts. The
+embedding and the head are those of the model. To predict one more token, the layer reads g in the
+place of h (Gloeckle et al., arXiv:2404.19737; DeepSeek-AI, arXiv:2412.19437, section 2.2). Names
+and shapes are those of the checkpoints of Qwen3-Next and Qwen3.5, which vLLM's `qwen3_next_mtp`
+reads; `transformers` has no such layer.
+
+Legend: b batch, s sequence, d hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any, cast
+
+import jax.numpy as jnp
+import numpy as np
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.errors import ConfigError
+from ed_infra.inputs import Features
+from ed_infra.logging import get_logger, once
+from ed_infra.outputs import BaseModelOutput
+from ed_layers import native
+from ed_layers.context import Ctx
+from ed_layers.parts import Parts
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from ed_models.body.decoder import Decoder
+from ed_models.protocol import LanguageModel
+
+logger = get_logger(__name__)
+#: Name of the layer in a model and in its checkpoints.
+MTP = "mtp"
+_FULL = "full_attention"
+#: Fields of a configuration that make a single layer one with experts.
+_WITH_EXPERTS = {"mlp_only_layers": [], "first_k_dense_replace": 0, "decoder_sparse_step": 1}
+
+
+class MTPLayer(Decoder):
+    """The body of a family with one layer, which reads hidden states besides embeddings.
+
+    The layer has no embedding: a caller passes embeddings, or adds an embedding (`as_draft`).
+    """
+
+    @staticmethod
+    def embedding(parts: Parts) -> Any:
+        """Return nothing: the embedding is that of the model."""
+        return None
+
+    def add_parts(self, parts: Parts) -> None:
+        """Create the norms and the projection of the two inputs."""
+        del self.embed_tokens  # `as_draft` adds the embedding of the model
+        d = parts.config.hidden_size
+        self.pre_fc_norm_embedding = parts.own_norm(d)
+        self.pre_fc_norm_hidden = parts.own_norm(d)
+        self.fc = parts.linear(2 * d, d, axes=(None, "embed"))
+
+    def embed(
+        self, input_ids: Int[Array, "b s"] | None, inputs_embeds: Float[Array, "b s d"] | None
+    ) -> Float[Array, "b s d"]:
+        """Return the embeddings of the tokens."""
+        return super().embed(input_ids, None) if inputs_embeds is None else inputs_embeds
+
+    def enter(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
+        """Return the hidden states unchanged: a family scales only its embeddings here."""
+        return x
+
+    @property
+    def features(self) -> int:
+        """Size of the hidden states, d."""
+        return self.config.hidden_size
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "b s"] | None = None,
+        *,
+        inputs_embeds: Float[Array, "b s d"] | None = None,
+        hidden: Float[Array, "b s d"] | None = None,
+        features: Features | None = None,
+        **inputs: object,
+    ) -> BaseModelOutput:
+        """Return the hidden states g [b, s, d].
+
+        Args:
+            input_ids: the token after each position.
+            inputs_embeds: its embedding, instead of the token.
+            hidden: the last hidden state of each position.
+            features: the hidden states as rows of a table, and the row of each position.
+            inputs: masks, positions and cache; see `CausalLM.__call__`.
+        """
+        embeds = self.embed(input_ids, inputs_embeds)
+        if hidden is None:
+            assert features is not None, "the layer reads hidden states"
+            hidden = features.insert(jnp.zeros_like(embeds))
+        with native.chosen_by(self.config):
+            pair = self.pre_fc_norm_embedding(embeds), self.pre_fc_norm_hidden(hidden)
+            x = self.fc(jnp.concatenate(pair, axis=-1))
+        return super().__call__(inputs_embeds=x, **cast("dict[str, Any]", inputs))
+
+
+@cache
+def derive_layer_class(body: type[Decoder]) -> type[MTPLayer]:
+    """Return the class of the layer for the body of a family.
+
+    Raises:
+        ConfigError: the body is no decoder, or adds learned positions to its embeddings.
+    """
+    if not issubclass(body, Decoder) or body.add_parts is not Decoder.add_parts:
+        raise ConfigError(
+            f"mtp_head: {body.__name__} is no decoder of one stream without learned positions: "
+            "omit mtp_head"
+        )
+    name = f"{body.__name__.removesuffix('Model')}MTPLayer"
+    content = {"__doc__": MTPLayer.__doc__, "__module__": body.__module__}
+    return cast(Any, type(MTPLayer))(name, (MTPLayer, body), content)
+
+
+def build_layer(body: type[Decoder], parts: Parts) -> MTPLayer:
+    """Create the layer of a model.
+
+    Args:
+        body: the class of the model's body.
+        parts: dtypes, randomness and configuration of the model.
+    """
+    layer_class = derive_layer_class(body)
+    config = get_layer_config(parts.config)
+    return layer_class(config, parts.dtype, parts.param_dtype, parts.precision, rngs=parts.rngs)
+
+
+def get_layer_config(config: EasyDeLBaseConfig) -> EasyDeLBaseConfig:
+    """Return the configuration of a model with one layer of full attention."""
+    fields: dict[str, Any] = {"num_hidden_layers": 1, "mtp_head": None}
+    kinds: Sequence[str] | None = getattr(config, "layer_types", None)
+    if kinds:
+        if _FULL not in kinds:
+            raise ConfigError(
+                f"mtp_head: layer_types has no {_FULL}, only {', '.join(sorted({*kinds}))}, and "
+                "the layer attends to all tokens: omit mtp_head"
+            )
+        fields["layer_types"] = [_FULL]
+    fields |= {name: value for name, value in _WITH_EXPERTS.items() if hasattr(config, name)}
+    return config.replace(**fields)
+
+
+def create_tensors(
+    family: type[Any], config: EasyDeLBaseConfig, names: Iterable[str]
+) -> dict[str, np.ndarray]:
+    """Return tensors of a new layer with random values, under the names of checkpoints.
+
+    Args:
+        family: the class of the language model.
+        config: its configuration.
+        names: names of the tensors.
+    """
+    from ed_models.checkpoints.loading import weight_map
+    from ed_models.checkpoints.saving import layer_values
+
+    once(
+        logger,
+        "the checkpoint has no MTP layer: the tensors mtp.* have random values and must be trained",
+    )
+    parts = Parts(config, nnx.Rngs(0))
+    parts = replace(parts, norm_of_family=family.body_class.build_norm(parts))
+    state = nnx.state(nnx.Dict({MTP: build_layer(family.body_class, parts)}))
+    weights, read = weight_map(family, state, config), layer_values(state)
+    return {name: weights.save(name, read) for name in names}
+
+
+def as_draft(model: LanguageModel) -> LanguageModel:
+    """Return a language model that predicts tokens with the MTP layer of a model.
+
+    A call reads tokens, and their hidden states as `features`. The arrays are those of `model`.
+
+    Args:
+        model: a causal language model.
+
+    Raises:
+        ConfigError: the model has no MTP layer.
+    """
+    layer = getattr(model, MTP, None)
+    if layer is None:
+        raise ConfigError(
+            f"method mtp needs the MTP layer of the checkpoint, and this {type(model).__name__} "
+            "was loaded without it: load the model with mtp_head='stored' "
+            "(config_kwargs={'mtp_head': 'stored'}), or choose another method"
+        )
+    graphdef, state = nnx.split(layer)
+    body = nnx.merge(graphdef, state)
+    body.embed_tokens = cast(Any, model).model.embed_tokens
+    draft = cast(Any, nnx.merge(*nnx.split(cast(nnx.Module, model))))
+    del draft.mtp
+    draft.model = body
+    return draft
