@@ -69,6 +69,21 @@ def aya_vision(with_tokens: Tokens) -> Any:
     return transformers.AyaVisionProcessor(tiles(), own, **sizes, chat_template=own.chat_template)
 
 
+def cohere2_vision(with_tokens: Tokens) -> Any:
+    """Return a processor whose tiles have one feature for each patch of 14 x 14 pixels."""
+    from ed_models.checkpoints.cohere_processor import (
+        Cohere2VisionImageProcessorPil,
+        Cohere2VisionProcessor,
+    )
+
+    parts = ("boi", "eoi", "image", "img_line_break")
+    special = {f"{part}_token": f"<|{part}|>" for part in parts}
+    own = with_tokens("<|image|>", *special.values(), **special)
+    images: Any = Cohere2VisionImageProcessorPil(size=SIZE, max_patches=4)
+    images.patch_size = 2  # of features along the side of a tile
+    return Cohere2VisionProcessor(images, own, own.chat_template)
+
+
 def llava_next(with_tokens: Tokens) -> Any:
     import transformers
 
@@ -244,6 +259,7 @@ PROCESSORS: Mapping[str, Callable[[Tokens], Any]] = {
     "idefics3": idefics3,
     "internvl": internvl,
     "aya_vision": aya_vision,
+    "cohere2_vision": cohere2_vision,
     "llava_next": llava_next,
     "llava_next_video": llava_next_video,
     "llava_onevision": llava_onevision,

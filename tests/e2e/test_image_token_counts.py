@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -315,23 +316,27 @@ def test_places_of_patches_become_grids_in_trainer_and_engine() -> None:
         assert np.array_equal(patches, theirs) and grid.tolist() == other.tolist()
 
 
-def kimi_reference(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return the class of the image processor of `transformers`, whose module imports torchvision.
+def import_image_processor(model_type: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the module of an image processor of `transformers`, which imports torchvision.
 
-    Only `resize` of its base class uses torchvision.
+    Only `resize` of the base class of the image processor uses torchvision.
     """
     for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2"):
         made = ModuleType(name)
         made.functional = ModuleType("functional")  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, name, made)
-    package = importlib.import_module("transformers.models.kimi_k25")
-    path = Path(str(package.__file__)).parent / "image_processing_kimi_k25.py"
+    package = importlib.import_module(f"transformers.models.{model_type}")
+    path = Path(str(package.__file__)).parent / f"image_processing_{model_type}.py"
     spec = importlib.util.spec_from_file_location(f"{package.__name__}.reference", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, module)  # transformers looks for its source
     spec.loader.exec_module(module)
-    return module.Kimi_K25ImageProcessor
+    return module
+
+
+def kimi_reference(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return import_image_processor("kimi_k25", monkeypatch).Kimi_K25ImageProcessor
 
 
 @pytest.mark.torch
@@ -407,16 +412,44 @@ def test_processor_of_kimi_returns_the_output_of_transformers(
     assert text == "<|media_pad|>" * (int(wanted["image_grid_thw"][0].prod()) // 4)
 
 
-def test_saved_processor_of_kimi_is_loaded_without_torchvision(tmp_path: Path) -> None:
+@pytest.mark.torch
+def test_tiles_of_command_a_vision_equal_those_of_transformers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch = pytest.importorskip("torch")
+    from transformers.image_utils import SizeDict
+
+    reference = import_image_processor("cohere2_vision", monkeypatch)
+    kind: Any = reference.Cohere2VisionImageProcessor
+    images: Any = PROCESSORS["cohere2_vision"](with_tokens).image_processor
+    published, rng = type(images)(), np.random.default_rng(0)
+    for size in np.exp(rng.uniform(0.0, 8.2, (300, 2))).astype(int).tolist():
+        wanted = kind.get_number_of_image_patches(published, *size)
+        assert published.get_number_of_image_patches(*size) == wanted
+
+    def resize(x: Any, size: Any, resample: Any) -> Any:
+        return torch.stack([torch.tensor(images.resize(one.numpy(), size, resample)) for one in x])
+
+    theirs, tile = SimpleNamespace(resize=resize), SizeDict(height=28, width=28)
+    for size in ((30, 41), (1, 1), (9, 80), (200, 60)):
+        pixels = rng.integers(0, 256, (3, *size), np.uint8)
+        options: dict[str, Any] = {"patch_size": tile, "resample": images.resample}
+        (wanted,) = kind.crop_image_to_patches(theirs, torch.tensor(pixels)[None], 1, 4, **options)
+        assert np.array_equal(images.crop_image_to_patches(pixels, 1, 4, **options), wanted)
+
+
+@pytest.mark.parametrize("name", ["cohere2_vision", "kimi_k25"])
+def test_saved_processor_is_loaded_without_torchvision(name: str, tmp_path: Path) -> None:
     from ed_models.checkpoints.tokenizers import load_processor
 
-    made = PATCHED["kimi_k25"](with_tokens)
+    made: Any = {**PROCESSORS, **PATCHED}[name](with_tokens)
     made.save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "kimi_k25"}')
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": name}))
     read: Any = load_processor(str(tmp_path))
     assert read.image_processor.to_dict() == made.image_processor.to_dict()
     assert read.chat_template == made.chat_template
     pixels = np.zeros((30, 20, 3), np.uint8)
-    text = "a <|media_pad|> b"
-    ours, theirs = (one(text=text, images=[pixels], return_tensors="np") for one in (made, read))
+    text = f"a {made.image_token} b"
+    options: dict[str, Any] = {"padding": False, "return_tensors": "np"}
+    ours, theirs = (one(text=text, images=[pixels], **options) for one in (made, read))
     assert all(np.array_equal(ours[name], theirs[name]) for name in ours)

@@ -28,6 +28,8 @@ ONE = (1, 1, 1, 1, 1)
 MTP = "mtp.layers.0.input_layernorm.weight"
 #: Families that are loaded with their towers -> a tensor that they copy, and do not compute.
 WITH_TOWERS = {
+    "aya_vision": None,
+    "cohere2_vision": None,
     "deepseek_vl": None,
     "exaone4_5": MTP,
     "glm46v": None,

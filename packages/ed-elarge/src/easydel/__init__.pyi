@@ -110,6 +110,9 @@ from ed_models.families.cohere2_moe import Cohere2MoeDecoderLayer as Cohere2MoeD
 from ed_models.families.cohere2_moe import Cohere2MoeForCausalLM as Cohere2MoeForCausalLM
 from ed_models.families.cohere2_moe import Cohere2MoeModel as Cohere2MoeModel
 from ed_models.families.cohere2_moe import Cohere2MoeSparse as Cohere2MoeSparse
+from ed_models.families.cohere2_vision import Cohere2VisionConfig as Cohere2VisionConfig
+from ed_models.families.cohere2_vision import Cohere2VisionForConditionalGeneration as Cohere2VisionForConditionalGeneration
+from ed_models.families.cohere2_vision import Cohere2VisionModel as Cohere2VisionModel
 from ed_models.families.cohere import CohereConfig as CohereConfig
 from ed_models.families.cohere import CohereDecoderLayer as CohereDecoderLayer
 from ed_models.families.cohere import CohereForCausalLM as CohereForCausalLM

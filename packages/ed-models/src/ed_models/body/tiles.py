@@ -146,6 +146,28 @@ class TwoLayerProjector(nnx.Module):
         return self.linear_2(activation(self.hidden_act)(self.linear_1(x)))
 
 
+class SquaresProjector(nnx.Module):
+    """Joins squares of patches; two linear layers with a gate between them (Cohere)."""
+
+    layernorm: nnx.Module | None = None
+
+    def __init__(self, parts: Parts):
+        config = parts.config
+        d = config.text_config.hidden_size
+        inner: int = getattr(config, "alignment_intermediate_size", d)
+        self.side = config.downsample_factor
+        self.inputs: int = config.vision_config.hidden_size * self.side**2
+        self.linear_1 = parts.linear(self.inputs, inner, axes=(None, "embed"), bias=True)
+        self.linear_2 = parts.linear(inner // 2, d, axes=("embed", None), bias=True)
+
+    def __call__(self, x: Float[Array, "t n v"]) -> Float[Array, "t m d"]:
+        x = joined_squares(x, self.side)
+        if self.layernorm is not None:
+            x = self.layernorm(x)
+        value, gate = jnp.split(self.linear_1(x), 2, axis=-1)
+        return self.linear_2(jax.nn.silu(gate) * value)
+
+
 def joined_squares(x: Float[Array, "t n v"], side: int) -> Float[Array, "t m f"]:
     """Join squares of `side` x `side` patches; a tile is a square of patches."""
     t, n, v = x.shape

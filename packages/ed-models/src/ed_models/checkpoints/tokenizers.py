@@ -150,8 +150,8 @@ def _without_torchvision(name: str, revision: str | None) -> type[Any] | None:
     """Return the class of a processor that `transformers` would create with torchvision.
 
     `transformers` reads videos with torchvision, so a processor of images, text and videos is
-    created without its videos. The processors of Pixtral and Kimi K2.5 are those of this
-    package.
+    created without its videos. The processors of Pixtral, Kimi K2.5 and Command A Vision are those
+    of this package.
 
     Returns:
         None if torchvision is installed, or if the processor does not need it.
@@ -176,6 +176,10 @@ def _without_torchvision(name: str, revision: str | None) -> type[Any] | None:
         from ed_models.checkpoints.kimi_processor import Kimi_K25Processor
 
         return Kimi_K25Processor
+    if stored.get("model_type") == "cohere2_vision":
+        from ed_models.checkpoints.cohere_processor import Cohere2VisionProcessor
+
+        return Cohere2VisionProcessor
     kind = getattr(transformers, class_name, None) if class_name else None
     if kind is None or _VIDEOS not in kind.get_attributes():
         return None

@@ -5,28 +5,24 @@
 
 The numbers follow Hugging Face's `modeling_aya_vision.py`.
 
-Legend: t tiles, c channels, h height, w width, n patches of a tile, m features of a tile, v and d
-hidden size of the tower and of the text.
+Legend: t tiles, c channels, h height, w width, n features of a tile, d hidden size of the text.
 """
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.parts import Parts
-from flax import nnx
 from jaxtyping import Array, Float
 
 from ed_models.body.tiles import (
     TILED_MODULES,
     TILED_NAMES,
     TILED_WEIGHTS,
+    SquaresProjector,
     TiledImageTextModel,
-    joined_squares,
 )
 from ed_models.modalities.images import TILES
 from ed_models.tasks.conditional import ConditionalLM
@@ -43,23 +39,12 @@ class AyaVisionConfig(EasyDeLBaseConfig, transformers.AyaVisionConfig):
     model_type = "aya_vision"
 
 
-class AyaVisionProjector(nnx.Module):
-    """Joins squares of patches; a norm and two linear layers with a gate between them."""
+class AyaVisionProjector(SquaresProjector):
+    """A norm of the squares, and the gated projector."""
 
     def __init__(self, parts: Parts):
-        config: AyaVisionConfig = parts.config
-        d = config.text_config.hidden_size
-        inner: int = getattr(config, "alignment_intermediate_size", d)
-        self.side = config.downsample_factor
-        inputs = config.vision_config.hidden_size * self.side**2
-        self.layernorm = parts.layer_norm(inputs, eps=config.adapter_layer_norm_eps)
-        self.linear_1 = parts.linear(inputs, inner, axes=(None, "embed"), bias=True)
-        self.linear_2 = parts.linear(inner // 2, d, axes=("embed", None), bias=True)
-
-    def __call__(self, x: Float[Array, "t n v"]) -> Float[Array, "t m d"]:
-        x = self.linear_1(self.layernorm(joined_squares(x, self.side)))
-        value, gate = jnp.split(x, 2, axis=-1)
-        return self.linear_2(jax.nn.silu(gate) * value)
+        super().__init__(parts)
+        self.layernorm = parts.layer_norm(self.inputs, eps=parts.config.adapter_layer_norm_eps)
 
 
 class AyaVisionModel(TiledImageTextModel):
