@@ -551,6 +551,10 @@ from ed_trainers import Method as Method
 from ed_trainers import MethodEntry as MethodEntry
 from ed_trainers import MethodRun as MethodRun
 from ed_infra import Metric as Metric
+from ed_models.families.minicpm3 import MiniCPM3Config as MiniCPM3Config
+from ed_models.families.minicpm3 import MiniCPM3DecoderLayer as MiniCPM3DecoderLayer
+from ed_models.families.minicpm3 import MiniCPM3ForCausalLM as MiniCPM3ForCausalLM
+from ed_models.families.minicpm3 import MiniCPM3Model as MiniCPM3Model
 from ed_models.families.minimax import MiniMaxConfig as MiniMaxConfig
 from ed_models.families.minimax import MiniMaxDecoderLayer as MiniMaxDecoderLayer
 from ed_models.families.minimax import MiniMaxForCausalLM as MiniMaxForCausalLM
@@ -1225,6 +1229,8 @@ Mamba2ForEmbedding = _ForEmbedding
 Mamba2ForSequenceClassification = _ForSequenceClassification
 MambaForEmbedding = _ForEmbedding
 MambaForSequenceClassification = _ForSequenceClassification
+MiniCPM3ForEmbedding = _ForEmbedding
+MiniCPM3ForSequenceClassification = _ForSequenceClassification
 MiniMaxForEmbedding = _ForEmbedding
 MiniMaxForSequenceClassification = _ForSequenceClassification
 MiniMaxM2ForEmbedding = _ForEmbedding
