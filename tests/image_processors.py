@@ -269,6 +269,7 @@ PROCESSORS: Mapping[str, Callable[[Tokens], Any]] = {
 #: Processors whose images become packed patches.
 PATCHED: Mapping[str, Callable[[Tokens], Any]] = {
     "glm4v": glm4v,
+    "glm4v_moe": glm4v,
     "glm46v": glm46v,
     "qwen3_vl_moe": qwen3_vl_moe,
     "kimi_k25": kimi_k25,

@@ -15,12 +15,12 @@ from tools.pages import heading, row
 _SAME = """
 arctic aya_vision clip clip_text_model clip_vision_model cohere cohere2 dbrx deepseek_v2
 deepseek_v3 exaone exaone4 falcon falcon_h1 falcon_mamba gemma gemma2 gemma3 gemma3_text gemma4
-gemma4_text glm glm46v glm4 glm4_moe glm4_moe_lite glm4v glm4v_text glm_moe_dsa gpt2 gpt_neox
-gpt_oss gptj grok-1 internlm2 kimi_linear llama llama4 llama4_text llava mamba mamba2 minimax
-mistral mistral3 mixtral mpt olmo olmo2 olmo3 openelm opt phi phi3 phimoe pixtral qwen2 qwen2_moe
-qwen2_vl qwen2_vl_text qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe
-qwen3_next qwen3_vl qwen3_vl_moe qwen3_vl_moe_text qwen3_vl_text roberta rwkv seed_oss siglip
-siglip_text_model siglip_vision_model smollm3 stablelm whisper
+gemma4_text glm glm46v glm4 glm4_moe glm4_moe_lite glm4v glm4v_moe glm4v_moe_text glm4v_text
+glm_moe_dsa gpt2 gpt_neox gpt_oss gptj grok-1 internlm2 kimi_linear llama llama4 llama4_text llava
+mamba mamba2 minimax mistral mistral3 mixtral mpt olmo olmo2 olmo3 openelm opt phi phi3 phimoe
+pixtral qwen2 qwen2_moe qwen2_vl qwen2_vl_text qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text
+qwen3_5_text qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe qwen3_vl_moe_text qwen3_vl_text roberta
+rwkv seed_oss siglip siglip_text_model siglip_vision_model smollm3 stablelm whisper
 """
 SAME_TYPES = tuple(_SAME.split())
 
@@ -32,6 +32,7 @@ _SPEECH = "not here: use `qwen2_audio` or `voxtral` for recordings, and `qwen3_v
 _INSTEAD = {
     "`{}`, which contains it: the vision tower is no model of its own here": {
         "gemma4_vision": "gemma4",
+        "glm4v_moe_vision": "glm4v_moe",
         "glm4v_vision": "glm4v",
         "llama4_vision_model": "llama4",
         "qwen2_vl_vision": "qwen2_vl",
@@ -45,9 +46,6 @@ _INSTEAD = {
         "minimax_text_01": "minimax",
     },
     "not here: use `{}`": {
-        "glm4v_moe": "glm4v",
-        "glm4v_moe_text": "glm4_moe",
-        "glm4v_moe_vision": "glm4v",
         "kimi_vl": "kimi_k25",
         "moonvit": "kimi_k25",
     },

@@ -31,3 +31,16 @@ def trained(model: Any, spec: LoraSpec) -> Any:
 
 def our_logits(model: Any, ids: np.ndarray) -> np.ndarray:
     return np.asarray(forward(model, input_ids=ids).logits)
+
+
+#: Layers of dense and shared networks.
+DENSE = r"(?<![./]experts)[./](gate|up|down)_proj$"
+
+
+def takes_dense_for_experts(model_type: str) -> bool:
+    """Whether PEFT treats the names of `DENSE` as experts everywhere in a family: no layer of a
+    dense or shared network can have an adapter there."""
+    from peft.utils import transformers_weight_conversion as conversion
+
+    kind = conversion._MODEL_TO_CONVERSION_PATTERN.get(model_type)
+    return kind in conversion._MOE_TARGET_MODULE_MAPPING

@@ -20,7 +20,7 @@ from ed_models.adapters.values import get_adapter
 from ed_models.conformance import Subject
 
 from tests.conformance.cases import subjects
-from tests.parity.peft_cases import our_logits, trained
+from tests.parity.peft_cases import DENSE, our_logits, takes_dense_for_experts, trained
 
 pytest.importorskip("torch")
 
@@ -33,8 +33,6 @@ BY_DEFAULT = (
     "mixtral: two of eight",
 )
 EVERYTHING = LoraSpec(rank=2, alpha=3.0, targets=r"^(?!lm_head$|score$)(?!.*embed)")
-#: Layers of dense and shared networks.
-DENSE = r"(?<![./]experts)[./](gate|up|down)_proj$"
 #: PEFT's layout has no adapters for experts that are one matrix along inputs or outputs.
 HOMELESS: dict[str, tuple[str, ...]] = {r"[./]experts[./]": ("dbrx",)}
 #: Layers that PEFT 0.21 does not adapt, or that transformers 5.23 computes without the adapter.
@@ -78,15 +76,8 @@ def rows(*, torch: bool) -> list[Any]:
 
 def spec_in_peft(subject: Subject) -> LoraSpec:
     """Return all layers that have an adapter in PEFT."""
-    from peft.utils import transformers_weight_conversion as conversion
-
-    kind = conversion._MODEL_TO_CONVERSION_PATTERN.get(subject.model_type)
-    left_out = dict(LEFT_OUT)
-    if kind in conversion._MOE_TARGET_MODULE_MAPPING:
-        # PEFT treats these names as experts everywhere in such a family, so no layer of a dense or
-        # shared network can have an adapter there.
-        left_out[DENSE] = (subject.model_type,)
-    return without(left_out, subject)
+    dense = {DENSE: (subject.model_type,)} if takes_dense_for_experts(subject.model_type) else {}
+    return without({**LEFT_OUT, **dense}, subject)
 
 
 def without(left_out: dict[str, tuple[str, ...]], subject: Subject) -> LoraSpec:

@@ -18,7 +18,7 @@ from ed_models.conformance import Subject, forward
 from safetensors.numpy import load_file, save_file
 
 from tests.conformance.cases import subjects
-from tests.parity.peft_cases import trained
+from tests.parity.peft_cases import DENSE, takes_dense_for_experts, trained
 
 pytestmark = pytest.mark.torch
 peft = pytest.importorskip("peft")
@@ -69,7 +69,10 @@ def test_adapters_of_all_linear_layers_are_exchanged_with_peft(
 ) -> None:
     import torch
 
-    spec = LoraSpec(rank=2, alpha=3.0, targets=rf"^(?!lm_head$|score$)(?!.*(?:{LEFT_OUT}))")
+    left_out = LEFT_OUT
+    if takes_dense_for_experts(subject.model_type):
+        left_out = f"{left_out}|{DENSE}"
+    spec = LoraSpec(rank=2, alpha=3.0, targets=rf"^(?!lm_head$|score$)(?!.*(?:{left_out}))")
     model = trained(subject.model, spec)
     expected = our_outputs(subject, model)
     save_adapter(model, tmp_path / "ours")

@@ -33,6 +33,7 @@ WITH_TOWERS = {
     "deepseek_vl": None,
     "exaone4_5": MTP,
     "glm46v": None,
+    "glm4v_moe": "model.language_model.layers.46.input_layernorm.weight",
     "llava_next_video": None,
     "qwen3_5": MTP,
     "qwen3_5_moe": MTP,

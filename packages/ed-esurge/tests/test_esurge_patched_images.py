@@ -46,6 +46,14 @@ HYBRID = {
 }
 
 
+GLM_EXPERTS = {
+    "head_dim": 8,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "rope_parameters": WHOLE_HEAD,
+}
+
+
 @pytest.fixture(scope="module")
 def qwen():
     from ed_models.families.qwen2_vl import Qwen2VLConfig, Qwen2VLForConditionalGeneration
@@ -148,6 +156,7 @@ def test_equal_text_with_another_image_shares_no_page_of_the_image(qwen, engine)
         ("qwen3_vl", {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}),
         ("qwen3_vl_moe", {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}),
         ("glm4v", {"image_size": 8}),
+        ("glm4v_moe", {"image_size": 8}),
         ("qwen3_5", {"num_position_embeddings": 16}),
         ("qwen3_5_moe", {"num_position_embeddings": 16}),
         ("exaone4_5", {"window_size": 8, "fullatt_block_indexes": [1], "num_key_value_heads": 1}),
@@ -164,6 +173,7 @@ def test_families_with_windows_and_further_features_produce_tokens_of_generate(m
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     further = {
         "exaone4_5": {"model_type": "exaone4", "sliding_window_pattern": 2, "head_dim": 8},
+        "glm4v_moe": {**GLM_EXPERTS, **experts},
         "qwen3_vl": {"head_dim": 8},
         "qwen3_vl_moe": {"head_dim": 8, **experts},
         "qwen3_5": HYBRID,

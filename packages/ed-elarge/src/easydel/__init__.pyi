@@ -342,7 +342,13 @@ from ed_models.families.glm4_moe import Glm4MoeModel as Glm4MoeModel
 from ed_models.families.glm4v import Glm4vConfig as Glm4vConfig
 from ed_models.families.glm4v import Glm4vForConditionalGeneration as Glm4vForConditionalGeneration
 from ed_models.families.glm4v import Glm4vModel as Glm4vModel
-from ed_models.families.glm4v import Glm4vVisionConfig as _Glm4vMoeVisionConfig
+from ed_models.families.glm4_moe import Glm4vMoeConfig as Glm4vMoeConfig
+from ed_models.families.glm4_moe import Glm4vMoeForConditionalGeneration as Glm4vMoeForConditionalGeneration
+from ed_models.families.glm4_moe import Glm4vMoeModel as Glm4vMoeModel
+from ed_models.families.glm4_moe import Glm4vMoeTextConfig as Glm4vMoeTextConfig
+from ed_models.families.glm4_moe import Glm4vMoeTextForCausalLM as Glm4vMoeTextForCausalLM
+from ed_models.families.glm4_moe import Glm4vMoeTextModel as Glm4vMoeTextModel
+from ed_models.families.glm4_moe import Glm4vMoeVisionConfig as Glm4vMoeVisionConfig
 from ed_models.body.patch_tower import PatchTower as _Glm4vMoeVisionModel
 from ed_models.families.glm4v import Glm4vTextConfig as Glm4vTextConfig
 from ed_models.families.glm4v import Glm4vTextDecoderLayer as Glm4vTextDecoderLayer
@@ -1161,7 +1167,8 @@ Glm4MoeForEmbedding = _ForEmbedding
 Glm4MoeForSequenceClassification = _ForSequenceClassification
 Glm4MoeLiteForEmbedding = _ForEmbedding
 Glm4MoeLiteForSequenceClassification = _ForSequenceClassification
-Glm4vMoeVisionConfig = _Glm4vMoeVisionConfig
+Glm4vMoeTextForEmbedding = _ForEmbedding
+Glm4vMoeTextForSequenceClassification = _ForSequenceClassification
 Glm4vMoeVisionModel = _Glm4vMoeVisionModel
 Glm4vTextForEmbedding = _ForEmbedding
 Glm4vTextForSequenceClassification = _ForSequenceClassification

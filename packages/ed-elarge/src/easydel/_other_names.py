@@ -12,7 +12,6 @@ _ABILITY = "ed_layers.attention.kernel:Ability"
 _PHIMOE = "ed_models.families.phimoe"
 _GEMMA3, _GEMMA3_TEXT = "ed_models.families.gemma3", "ed_models.families.gemma3_text"
 _GEMMA4, _LLAMA4 = "ed_models.families.gemma4", "ed_models.families.llama4"
-_GLM4V = "ed_models.families.glm4v"
 _STATUS = "ed_esurge.core.request"
 
 #: EasyDeL's class of a mechanism -> field of `Mechanism` and its value. The name is an object for
@@ -97,8 +96,6 @@ COUNTERPARTS: dict[str, str] = {
     "Llama4ForCausalLM": f"{_LLAMA4}:Llama4TextForCausalLM",
     "Llama4ForSequenceClassification": "easydel._found:Llama4TextForSequenceClassification",
     "Glm4vVisionModel": "ed_models.body.patch_tower:PatchTower",
-    # In transformers, Glm4vMoe has the tower of Glm4v.
-    "Glm4vMoeVisionConfig": f"{_GLM4V}:Glm4vVisionConfig",
     "Glm4vMoeVisionModel": "ed_models.body.patch_tower:PatchTower",
     "Qwen3VisionTransformerPretrainedModel": "ed_models.body.patch_tower:PatchTower",
     "Qwen3VLMoeVisionTransformerPretrainedModel": "ed_models.body.patch_tower:PatchTower",
@@ -139,7 +136,6 @@ COUNTERPARTS: dict[str, str] = {
     "EngineConfig": "ed_esurge.config",
 }
 
-_GLM = "GLM-4.5V is not implemented; Glm4vForConditionalGeneration and Glm4MoeForCausalLM are"
 _OMNI = "Qwen3-Omni is not implemented; for sound and text use Qwen2AudioForConditionalGeneration"
 _XERXES = "a model of EasyDeL's author without published weights; no other library has the family"
 _DIFFUSION = "language models that denoise text are not implemented"
@@ -175,11 +171,6 @@ ABSENT: dict[str, str] = {
     "RobertaForCausalLM": "roberta is an encoder here; use a decoder for causal language models",
     "WhisperForAudioClassification": "use AutoEasyDeLModelForAudioClassification with wav2vec2",
     **_same(
-        "Glm4vMoeConfig Glm4vMoeForConditionalGeneration Glm4vMoeModel Glm4vMoeTextConfig "
-        "Glm4vMoeTextModel modules.glm4v_moe",
-        _GLM,
-    ),
-    **_same(
         "KimiVLConfig KimiVLForConditionalGeneration MoonViTConfig modules.kimi_vl",
         "use KimiK25ForConditionalGeneration; Kimi-VL is not implemented",
     ),
@@ -213,16 +204,18 @@ ABSENT: dict[str, str] = {
 FAMILY_MODULES = (
     "arctic aya_vision clip cohere cohere2 dbrx deepseek_v2 deepseek_v3 exaone exaone4 falcon "
     "falcon_h1 falcon_mamba gemma gemma2 gemma3 gemma4 glm glm46v glm4 glm4_moe glm4_moe_lite "
-    "glm4v glm_moe_dsa gpt2 gpt_j gpt_neox gpt_oss grok_1 internlm2 kimi_linear llama llama4 llava "
-    "mamba mamba2 minimax mistral mistral3 mixtral mosaic_mpt olmo olmo2 olmo3 openelm opt phi "
-    "phi3 phimoe pixtral qwen2 qwen2_moe qwen2_vl qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next "
-    "qwen3_vl qwen3_vl_moe roberta rwkv seed_oss siglip smollm3 stablelm whisper"
+    "glm4v glm4v_moe glm_moe_dsa gpt2 gpt_j gpt_neox gpt_oss grok_1 internlm2 kimi_linear llama "
+    "llama4 llava mamba mamba2 minimax mistral mistral3 mixtral mosaic_mpt olmo olmo2 olmo3 "
+    "openelm opt phi phi3 phimoe pixtral qwen2 qwen2_moe qwen2_vl qwen3 qwen3_5 qwen3_5_moe "
+    "qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe roberta rwkv seed_oss siglip smollm3 stablelm "
+    "whisper"
 )
 #: Module of EasyDeL -> the files of its family here, where the names differ.
 FAMILY_FILES: dict[str, tuple[str, ...]] = {
     "gemma3": ("gemma3", "gemma3_text"),
     "gemma4": ("gemma4", "gemma4_text"),
     "glm46v": ("glm4v",),
+    "glm4v_moe": ("glm4_moe",),
     "gpt_j": ("gptj",),
     "mosaic_mpt": ("mpt",),
     "qwen3_5": ("qwen3_5_text",),
