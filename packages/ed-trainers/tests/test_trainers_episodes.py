@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from ed_infra.errors import ConfigError, EasyDeLError
 from ed_trainers.environments import EnvironmentReply
-from ed_trainers.online.episodes import Episode, complete_request, sample_episodes
+from ed_trainers.online.episodes import Episode, sample_episodes
 from ed_trainers.rollout import Sampled, SampleRequest
 from online_runs import Prompts, Words, Written, online, phase_of
 
@@ -126,15 +126,6 @@ def test_errors_of_an_environment_name_the_sample():
         Episode(Count(), [3, 4], {}, Numbers())
     with pytest.raises(ConfigError, match="pass a tokenizer"):
         Episode(Count(), "3", {}, None)
-
-
-def test_without_an_environment_a_sample_is_one_message():
-    class Plain:
-        def generate(self, prompts, params, weights, *, seeds=None):
-            return prompts, params["max_tokens"], seeds
-
-    found = complete_request(Plain(), request(20), Weights(), {}, None)
-    assert found == ([[5, 6], [5, 6], [8], [8]], 20, [1, 2, 3, 4])
 
 
 ECHO = """

@@ -1,4 +1,9 @@
-"""The kinds of drafts, and the check of the model of a draft."""
+"""The kinds of drafts, and the check of the model of a draft.
+
+A kind is a file with a record `DraftKind` (`ed_esurge.core.proposals`) and an entry of
+`DRAFT_KINDS`. A kind that computes nothing on the device, such as `ngram`, has a function that
+creates its proposer; a kind with a model, such as `mtp`, gets the model and its memory.
+"""
 
 from __future__ import annotations
 

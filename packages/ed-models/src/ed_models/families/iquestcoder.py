@@ -1,4 +1,4 @@
-"""IQuestCoder (EleutherAI 2022): the layers of Llama.
+"""IQuestCoder (2026): the layers of Llama.
 
 Numbers follow Hugging Face's `modeling_llama.py`; parameter names are its names.
 """

@@ -24,7 +24,7 @@ from ed_trainers.rollout import Rollout, Sampled, SampleRequest, Weights
 _ANSWER = "ANSWER-d41c"
 
 
-class Turn(NamedTuple):
+class EpisodeTurn(NamedTuple):
     """What follows a message of the model.
 
     Attributes:
@@ -89,7 +89,7 @@ class Episode:
         self._answer = answer
         self.turns += 1
 
-    def get_turn(self, room: int) -> Turn:
+    def get_turn(self, room: int) -> EpisodeTurn:
         """Return what follows the newest message of the model.
 
         Args:
@@ -101,7 +101,7 @@ class Episode:
         # Without a token for the model, the sample ends here.
         is_last = self._max_turns is not None and self.turns >= self._max_turns
         ends = done or is_last or not tokens or len(tokens) >= room
-        return Turn(ends, done, self._reward, tokens)
+        return EpisodeTurn(ends, done, self._reward, tokens)
 
     def _encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the tokens between the newest message of the model and its next one."""
@@ -121,16 +121,15 @@ class Episode:
 CreateEpisode = Callable[[Mapping[str, Any]], Episode]
 
 
-def find_environment(run: MethodRun) -> CreateEpisode | None:
-    """Return a function that begins episodes with the environment of a run, or None.
+def build_episode_factory(run: MethodRun) -> CreateEpisode:
+    """Return a function that begins episodes with the environment of a run.
 
     Raises:
         ConfigError: there is no such environment.
     """
     options = run.arguments
     assert isinstance(options, OnlineArguments), "the options of a method that samples"
-    if options.environment is None:
-        return None
+    assert options.environment is not None, "the caller checks the option"
     create = environment_class(options.environment, run.reward_folders)
 
     def begin(row: Mapping[str, Any]) -> Episode:
@@ -138,29 +137,6 @@ def find_environment(run: MethodRun) -> CreateEpisode | None:
         return Episode(create(), row["prompt"], fields, run.tokenizer, options.max_turns)
 
     return begin
-
-
-def complete_request(
-    rollout: Rollout,
-    request: SampleRequest,
-    weights: Weights,
-    images: Mapping[str, np.ndarray],
-    create_episode: CreateEpisode | None,
-) -> list[Sampled]:
-    """Complete the prompts of a request in this process.
-
-    Args:
-        rollout: completes the prompts.
-        request: the prompts, and the settings of the sampling.
-        weights: the weights to sample with.
-        images: arrays of the images of the prompts by name, a row for each sample.
-        create_episode: see `find_environment`; None: a sample is one message.
-    """
-    if create_episode is not None:
-        return sample_episodes(rollout, request, weights, create_episode, images)
-    ids = [prompt for prompt in request.prompts for _ in range(request.copies)]
-    more = {"images": images} if images else {}
-    return rollout.generate(ids, request.params, weights, seeds=request.seeds, **more)
 
 
 def sample_episodes(
@@ -176,10 +152,10 @@ def sample_episodes(
 
     Args:
         rollout: completes the prompts; `max_tokens` has one number for each prompt.
-        request: see `complete_request`.
-        weights: see `complete_request`.
+        request: the prompts, and the settings of the sampling.
+        weights: the weights to sample with.
         create_episode: begins the episode of a sample.
-        images: see `complete_request`.
+        images: arrays of the images of the prompts by name, a row for each sample.
 
     Raises:
         EasyDeLError: the environment raised an error.
@@ -190,7 +166,7 @@ def sample_episodes(
     samples: dict[int, Sampled] = {}
     episodes: dict[int, Episode] = {}
 
-    def reply(answers: Mapping[int, Sequence[int]]) -> list[Turn]:
+    def reply(answers: Mapping[int, Sequence[int]]) -> list[EpisodeTurn]:
         turns = []
         for place, answer in answers.items():
             try:
@@ -221,7 +197,9 @@ def sample_episodes(
             parts[place].append(part._replace(experts=one.experts, masks=one.masks))
             tokens[place] += one.token_ids
         answers = {place: parts[place][-1].tokens for place in active}
-        turns = [Turn(*values) for values in _call_on_main(lambda answers=answers: reply(answers))]
+        turns = [
+            EpisodeTurn(*values) for values in _call_on_main(lambda answers=answers: reply(answers))
+        ]
         for place, turn in zip(active, turns, strict=True):
             if turn.ends:
                 samples[place] = build_sample(parts[place], ended=turn.done, reward=turn.reward)

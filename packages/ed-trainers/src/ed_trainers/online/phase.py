@@ -38,7 +38,7 @@ from ed_trainers.online.completions import (
     get_images,
     get_prompt_rows,
 )
-from ed_trainers.online.episodes import complete_request, find_environment
+from ed_trainers.online.episodes import build_episode_factory, sample_episodes
 from ed_trainers.online.model_rollout import ModelRollout
 from ed_trainers.options.online import OnlineArguments
 from ed_trainers.placement import TOKENS, pad_rows
@@ -168,7 +168,8 @@ class Phase:
         self._rows, self._complete, self._axes = method.rows, method.complete, method.axes
         self._programs: dict[Question, Callable[..., dict[str, jax.Array]]] = {}
         self._figures: dict[str, float] = {}  # of the rollout
-        self._create_episode = find_environment(run)
+        has_environment = self.options.environment is not None
+        self._create_episode = build_episode_factory(run) if has_environment else None
         if method.complete is not None and isinstance(run.rollout, AheadRollout):
             raise ConfigError(
                 f"{run.name} decides for each generation how prompts are completed, so it cannot "
@@ -263,7 +264,12 @@ class Phase:
             images = get_images(batch)
             repeated = {name: np.repeat(x, request.copies, axis=0) for name, x in images.items()}
             lent = self.policy(weights)
-            sampled = complete_request(rollout, request, lent, repeated, self._create_episode)
+            if self._create_episode is None:
+                ids = [prompt for prompt in request.prompts for _ in range(request.copies)]
+                more = {"images": repeated} if repeated else {}
+                sampled = rollout.generate(ids, request.params, lent, seeds=request.seeds, **more)
+            else:
+                sampled = sample_episodes(rollout, request, lent, self._create_episode, repeated)
         if len(sampled) != len(request.seeds):
             raise ConfigError(
                 f"the rollout returned {len(sampled)} completions of {len(request.seeds)} prompts: "
