@@ -26,6 +26,7 @@ LEARNED = {
     "sft": ("eval_loss", 0, 1.4),
     "dpo": ("eval_rewards/accuracies", 0.9, 1),
     "orpo": ("eval_rewards/accuracies", 0.9, 1),
+    "tpo": ("eval_rewards/accuracies", 0.9, 1),
     "cpo": ("eval_rewards/accuracies", 0.9, 1),
     "simpo": ("eval_rewards/accuracies", 0.9, 1),
     "kto": ("eval_rewards/chosen", 0.5, 99),
@@ -59,6 +60,8 @@ LEARNED = {
     "gkd": ("eval_loss", 0, 0.05),
     "on_policy_distillation": ("eval_loss", 0, 0.05),
     "sparse_distillation": ("eval_loss", 0, 0.05),
+    "iw_opd": ("eval_kl", -0.1, 0.3),
+    "sdft": ("eval_loss", 0, 0.5),
     "xpo": ("eval_reward", 0.9, 1),
     "nash_md": ("eval_reward", 3.5, 4),
     "chat_lora": ("eval_loss", 0, 3.0),
@@ -74,6 +77,8 @@ TEACHES = (
     "gkd",
     "on_policy_distillation",
     "sparse_distillation",
+    "iw_opd",
+    "sdft",
     "chat_lora",
 )
 

@@ -169,12 +169,13 @@ def close(completions, target, *, tolerance=1.0, **more):
             {"trainer_type": "sdpo", **RULE, "include_environment_feedback": True},
             {"privileged_context"},
         ),
+        ({"trainer_type": "sdft", "num_return_sequences": 2}, {"privileged_context"}),
         (
             {"trainer_type": "ppo", "reward_functions": ["number", "rewards.py:close"]},
             {"answer", "target"},
         ),
     ],
-    ids=["rlvr", "grpo", "sdpo", "ppo"],
+    ids=["rlvr", "grpo", "sdpo", "sdft", "ppo"],
 )
 def test_fields_that_rewards_read_are_fields_of_the_prompts(
     trainer: dict[str, Any], fields: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -62,7 +62,8 @@ class Words:
 class Prompts:
     """Prompts of one to three tokens, a pure function of the step."""
 
-    def __init__(self, count, generations=4, seed=0, batch=Batch):
+    def __init__(self, count, generations=4, seed=0, batch=Batch, demonstrates=False):
+        self.demonstrates = demonstrates
         self.count, self.seed, self.steps_per_epoch, self.batch = count, seed, generations, batch
         self.fingerprint = f"prompts-{count}-{seed}"
         self.asked = []
@@ -71,7 +72,10 @@ class Prompts:
         self.asked.append(step)
         random = np.random.default_rng((self.seed, step))
         ids = [random.integers(3, 32, random.integers(1, 4)).tolist() for _ in range(self.count)]
-        return self.batch(ids, {"wanted": [(own[-1] * 5 + 3) % 32 for own in ids]})
+        fields = {"wanted": [(own[-1] * 5 + 3) % 32 for own in ids]}
+        if self.demonstrates:
+            fields["privileged_context"] = [f"{sum(own) % 29 + 3}" for own in ids]
+        return self.batch(ids, fields)
 
 
 class ToyRollout:
@@ -153,8 +157,9 @@ def online(method, model, directory, *, rows=8, generations=4, rewards=(even,), 
     held_out = given.pop("eval_dataset", None)
     more = {"total_batch_size": rows, "save_directory": str(directory)}
     scored = {"reward_functions": rewards} if rewards else {}
-    # Prompts of `sdpo` are texts, because the method writes longer ones.
-    written = {"batch": Written} if method == "sdpo" else {}
+    # Prompts of `sdpo` and `sdft` are texts, because the methods write longer ones.
+    written = {"batch": Written} if method in ("sdpo", "sdft") else {}
+    written |= {"demonstrates": True} if method == "sdft" else {}
     arguments = arguments_class(method)(**{**OPTIONS, **more, **given})
     trainer = trainer_class(method)(
         arguments,

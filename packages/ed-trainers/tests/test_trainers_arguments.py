@@ -284,7 +284,7 @@ def count_levels(cls):
     return max((1 + count_levels(base) for base in cls.__bases__ if base is not Options), default=0)
 
 
-@pytest.mark.parametrize("method", ["grpo", "gspo", "gfpo", "sdpo", "rloo", "rlvr", "ppo"])
+@pytest.mark.parametrize("method", ["grpo", "gspo", "gfpo", "sdpo", "sdft", "rloo", "rlvr", "ppo"])
 def test_batch_of_prompts_has_the_completions_of_each_prompt(method):
     kind = arguments_class(method)
     given = {"num_return_sequences": 6, "steps_per_generation": 2}

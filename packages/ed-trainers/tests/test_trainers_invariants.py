@@ -37,6 +37,15 @@ GIVEN = {
     "gfpo": {"num_iterations": 2, "beta": 0.1, "num_remains_in_group": 2},
     "on_policy_distillation": {"rewards": ()},
     "sparse_distillation": {"rewards": (), "loss_top_k": 5},
+    "iw_opd": {"rewards": ()},
+    # The teacher `base` has no adapters, and that of a merged model has them.
+    "sdft": {
+        "rewards": (),
+        "distillation_topk": 5,
+        "num_return_sequences": 4,
+        "num_iterations": 2,
+        "teacher_model_kind": "ema",
+    },
     "sdpo": {
         "success_reward_threshold": 0.5,
         "distillation_weight": 0.5,

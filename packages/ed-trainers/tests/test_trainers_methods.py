@@ -56,9 +56,16 @@ def margins(batch):
     return {**batch, "margin": margin}
 
 
+def triples():
+    """Pairs with a third answer of other lengths."""
+    third = renamed(Pairs(seed=1).batch_at(0), {"chosen": "reference"})
+    return {**Pairs().batch_at(0), **{n: x for n, x in third.items() if n.startswith("reference")}}
+
+
 BATCHES = {
     "text": labelled,
     "preference": lambda: Pairs().batch_at(0),
+    "gold_preference": triples,
     "reward": lambda: margins(Pairs().batch_at(0)),
     "labelled": lambda: labelled(label=lambda random: float(random.random() < 0.5)),
     "steps": steps,
@@ -66,6 +73,7 @@ BATCHES = {
 }
 LEADS = {
     "preference": ("chosen", "rejected"),
+    "gold_preference": ("chosen", "rejected", "reference"),
     "reward": ("chosen", "rejected"),
     "embedding": ("anchor", "positive"),
 }

@@ -36,13 +36,14 @@ from method_runs import StopAt, near, near_reports, rows_of
 from online_runs import END, Batch, Prompts, ToyRollout, even, one_step, online, phase_of
 from pydantic import ValidationError
 
-DISTILLED = ("gkd", "on_policy_distillation", "sparse_distillation")
+DISTILLED = ("gkd", "on_policy_distillation", "sparse_distillation", "iw_opd")
 METHODS = ("ppo", *DISTILLED, "xpo", "nash_md")
 GIVEN = {
     "ppo": {"num_iterations": 2, "beta": 0.1},
     "gkd": {"rewards": (), "lmbda": 1.0},
     "on_policy_distillation": {"rewards": (), "temperature": 0.7},
     "sparse_distillation": {"rewards": (), "loss_top_k": 5, "temperature": 0.7},
+    "iw_opd": {"rewards": (), "temperature": 0.7},
     "xpo": {"alpha": 0.1},
     "nash_md": {},
 }

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from tests.parity.method_cases import harness
+from tests.parity.method_cases import groups, harness
 
 #: Rewards of the learner's completions.
 SCORES = [1.0, -0.5, 2.0, 0.25, -1.5, 0.75]
@@ -44,8 +46,9 @@ def scores_of(completion_ids: list[list[int]]) -> list[float]:
     return [known[tuple(ids)] for ids in completion_ids]
 
 
-def online(method: str, frozen: Any, **arguments: Any) -> Any:
-    """Return a trainer with fixed completions, and its prompts."""
+def online(method: str, frozen: Any, learner: Path | None = None, **arguments: Any) -> Any:
+    """Return a trainer with fixed completions, and its prompts; `learner`: the folder of its
+    model."""
     from ed_trainers import arguments_class, trainer_class
 
     made: Any = arguments_class(method)
@@ -60,7 +63,7 @@ def online(method: str, frozen: Any, **arguments: Any) -> Any:
     kind: Any = trainer_class(method)
     trainer = kind(
         options,
-        harness.our_model(harness.folder(0)),
+        harness.our_model(learner or harness.folder(0)),
         rollout=rollout,
         frozen={name: harness.our_model(path) for name, path in frozen.items()},
         **more,
@@ -290,6 +293,50 @@ def sparse_distillation(add_tail: bool, temperature: float) -> dict[str, float]:
     )
 
 
+def iw_opd(**options: float) -> dict[str, float]:
+    """Compare `iw_opd` with the loss of TRL's IWOPDTrainer, after a change of the learner."""
+    import torch
+    from trl.experimental.iw_opd import IWOPDTrainer
+
+    frozen = {"teacher": harness.folder(1)}
+    sampler, prompts = online("iw_opd", frozen, **options)
+    generation = sampler.method.phase.generate(prompts, sampler.weights(), 0)
+    trainer, _ = online("iw_opd", frozen, groups.moved(), **options)
+    ours = harness.our_outcome(trainer, generation.rows)
+    ours = harness.Outcome(ours.loss, {**generation.figures, **ours.metrics}, ours.gradients)
+
+    temperature = options.get("temperature", 1.0)
+    tensors = harness.answer_tensors(completed(0))
+    before, teacher = models()
+    model = harness.hf_model(groups.moved()).double()
+    with torch.no_grad():
+        old, wanted = (Side(x, completed(0), temperature).logps for x in (before, teacher))
+        entropy = Side(model, completed(0), temperature)
+    inputs = {name: tensors[name] for name in ("input_ids", "attention_mask")}
+    labels = tensors["input_ids"].masked_fill(tensors["completion_mask"] == 0, -100)[:, 1:]
+    theirs: Any = SimpleNamespace(
+        temperature=temperature,
+        iw_opd_gamma=options.get("iw_opd_gamma", 0.5),
+        iw_opd_epsilon=1e-8,
+        model=SimpleNamespace(training=True),
+        _metrics={"train": defaultdict(list)},
+    )
+    loss = IWOPDTrainer._compute_iw_opd_loss(
+        theirs,
+        model(**inputs).logits[:, :-1],
+        tensors["input_ids"][:, 1:],
+        labels,
+        wanted,
+        rollout_logprobs=old,
+    )
+    spread = -(entropy.all_logps.exp() * entropy.all_logps).sum(-1)
+    metrics = {
+        **theirs._metrics["train"],
+        "entropy": (spread * entropy.mask).sum() / entropy.mask.sum(),
+    }
+    return harness.errors(ours, harness.their_outcome(model, loss, metrics))
+
+
 def xpo(loss_type: str) -> dict[str, float]:
     """Compare `xpo` with algorithm 1 of 2405.21046."""
     import torch
@@ -350,6 +397,7 @@ def nash_md() -> dict[str, float]:
 
 
 _PPO = "1707.06347, 1506.02438, torch in float64"
+_IW_OPD = "`trl.experimental.iw_opd.IWOPDTrainer`, in float64"
 _SERVER = "`trl.experimental.server_distillation.ServerDistillationTrainer`, in float64"
 CASES = {
     "ppo": harness.Case(_PPO, ppo),
@@ -368,6 +416,10 @@ CASES = {
     "on_policy_distillation Jensen-Shannon, temperature": harness.Case(
         "`trl.DistillationTrainer`, in float64",
         partial(on_policy_distillation, beta=0.3, temperature=0.7),
+    ),
+    "iw_opd": harness.Case(_IW_OPD, iw_opd),
+    "iw_opd weights up to 3, temperature": harness.Case(
+        _IW_OPD, partial(iw_opd, iw_opd_gamma=2.0, temperature=0.7)
     ),
     "sparse_distillation": harness.Case(_SERVER, partial(sparse_distillation, True, 1.0)),
     "sparse_distillation normalized, temperature": harness.Case(

@@ -112,6 +112,48 @@ def experimental(
     )
 
 
+def tpo(**options: Any) -> dict[str, float]:
+    """Compare `tpo` with `trl.experimental.tpo.TPOTrainer`."""
+    documents, batch = triples(options)
+    with tempfile.TemporaryDirectory() as directory:
+        trainer, model = build_tpo(directory, options)
+        loss = trainer.compute_loss(model.train(), harness.answer_tensors(documents))
+        theirs = harness.their_outcome(model, loss, trainer._metrics["train"])
+    ours = harness.trainer_of("tpo", harness.our_model(harness.folder(0)), **options)
+    return harness.errors(harness.our_outcome(ours, batch), theirs)
+
+
+def triples(options: dict[str, Any], seed: int = 0) -> tuple[list[harness.Answer], Any]:
+    """Return the documents of TRL's batch of pairs with right answers, and the packed batch."""
+    chosen, rejected = zip(*harness.pairs(seed=seed), strict=True)
+    gold = [
+        harness.Answer(one.prompt, other.answer)
+        for one, (other, _) in zip(chosen, harness.pairs(seed=seed + 100), strict=True)
+    ]
+    documents = [*chosen, *rejected, *(gold if options.get("tpo_alpha", 1) else ())]
+    return documents, {
+        **harness.packed_pairs(seed=seed),
+        **harness.packed(gold, 2, "reference"),
+    }
+
+
+def build_tpo(directory: str, options: dict[str, Any]) -> tuple[Any, Any]:
+    """Return a trainer of TRL and its model."""
+    from datasets import Dataset
+    from trl.experimental.tpo import TPOConfig, TPOTrainer
+
+    model = harness.hf_model(harness.folder(0))
+    trainer = TPOTrainer(
+        model=model,
+        args=harness.config_of(TPOConfig, directory, **options),
+        train_dataset=Dataset.from_list(
+            [{**row, "reference": row["chosen"]} for row in harness.text_pairs()]
+        ),
+        processing_class=harness.tokenizer(),
+    )
+    return trainer, model
+
+
 DPO: list[tuple[str, dict[str, Any]]] = [
     ("sigmoid", {}),
     ("sigmoid_norm", {"beta": 2.0}),
@@ -149,6 +191,7 @@ DPO_OPTIONS: dict[str, tuple[str | tuple[str, ...], dict[str, Any]]] = {
         {"use_weighting": True, "loss_weights": [0.5, 2.0], "ld_alpha": 0.5},
     ),
 }
+_TPO = "`trl.experimental.tpo.TPOTrainer`"
 _CPO = "`trl.experimental.cpo.CPOTrainer`"
 CASES = {
     **{
@@ -165,6 +208,10 @@ CASES = {
     "cpo ipo": harness.Case(_CPO, partial(cpo, loss_type="ipo")),
     "cpo simpo": harness.Case(_CPO, partial(cpo, loss_type="simpo", simpo_gamma=0.4)),
     "cpo with shaped rewards": harness.Case(_CPO, partial(cpo, loss_type="sigmoid", alpha=0.02)),
+    "tpo": harness.Case(_TPO, partial(tpo, beta=0.1, label_smoothing=0.1)),
+    "tpo hinge": harness.Case(_TPO, partial(tpo, loss_type="hinge", beta=0.1, tpo_alpha=0.5)),
+    "tpo ipo": harness.Case(_TPO, partial(tpo, loss_type="ipo", beta=0.2)),
+    "tpo per token": harness.Case(_TPO, partial(tpo, loss_type="tpo-l", beta=2.0, tpo_alpha=0.0)),
     "simpo": harness.Case(_CPO, partial(simpo, beta=2.0, simpo_gamma=0.5)),
     "simpo with shaped rewards": harness.Case(_CPO, partial(simpo, beta=2.0, alpha=-0.25)),
 }

@@ -1,10 +1,10 @@
 """Whole runs with AdamW and fixed completions, compared with TRL's trainers.
 
-Both sides start with the same weights and train on the same pairs or completions, which change
-from step to step. Each generation of `grpo` and `rloo` has two steps, so the ratios of the second
-step are those of a changed policy. The results are the largest difference of the losses of a step,
-relative to the largest loss of the run, and the largest difference of a parameter after the last
-step, relative to the largest movement of its array.
+Both sides start with the same weights and train on the same texts, pairs or completions, which
+change from step to step. Each generation of `grpo` and `rloo` has two steps, so the ratios of the
+second step are those of a changed policy. The results are the largest difference of the losses of a
+step, relative to the largest loss of the run, and the largest difference of a parameter after the
+last step, relative to the largest movement of its array.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from tests.parity.method_cases import groups, harness, preference
+from tests.parity.method_cases import groups, harness, preference, supervised
 
 #: Optimizer steps of a run, and its learning rate.
 STEPS, RATE = 8, 1e-3
@@ -128,6 +128,40 @@ def dpo(loss_type: str | tuple[str, ...], **options: Any) -> dict[str, float]:
         return compare(mine, train_there(model, compute_losses()))
 
 
+def tpo(**options: Any) -> dict[str, float]:
+    """Compare a run of `tpo` with `trl.experimental.tpo.TPOTrainer`."""
+    ours = harness.trainer_of("tpo", harness.our_model(harness.folder(0)), **options)
+    mine = train(ours, lambda _, number: preference.triples(options, number)[1], rows=2)
+    with tempfile.TemporaryDirectory() as directory:
+        trainer, model = preference.build_tpo(directory, options)
+
+        def compute_losses() -> Iterator[Any]:
+            for number in range(STEPS):
+                tensors = harness.answer_tensors(preference.triples(options, number)[0])
+                yield trainer.compute_loss(model.train(), tensors)
+
+        return compare(mine, train_there(model, compute_losses()))
+
+
+def dft() -> dict[str, float]:
+    """Compare a run of `sft` with the loss of dynamic fine-tuning with `trl.SFTTrainer`."""
+
+    def documents(number: int) -> list[harness.Answer]:
+        return [chosen for chosen, _ in harness.pairs(seed=number)]
+
+    ours = harness.trainer_of("sft", harness.our_model(harness.folder(0)), loss_type="dft")
+    mine = train(ours, lambda _, number: harness.packed(documents(number), 2), rows=2)
+    with tempfile.TemporaryDirectory() as directory:
+        trainer, model = supervised.build_dft(directory)
+
+        def compute_losses() -> Iterator[Any]:
+            for number in range(STEPS):
+                tensors = supervised.labelled_tensors(documents(number))
+                yield trainer.compute_loss(model.train(), tensors)
+
+        return compare(mine, train_there(model, compute_losses()))
+
+
 def sample(number: int) -> Any:
     """Return the completions of a generation."""
     return groups.completions(seed=5 + number)
@@ -192,38 +226,18 @@ def rloo(**options: Any) -> dict[str, float]:
 
 
 _RUNS: dict[Callable[..., Any], Callable[..., dict[str, float]]] = {
+    supervised.dft: dft,
     preference.dpo: dpo,
+    preference.tpo: tpo,
     groups.grpo: grpo,
     groups.rloo: rloo,
 }
 
 
-#: Cases whose runs are compared.
-_CASES = (
-    "dpo sigmoid",
-    "dpo sigmoid_norm",
-    "dpo hinge",
-    "dpo ipo",
-    "dpo robust",
-    "dpo exo_pair",
-    "dpo nca_pair",
-    "dpo bco_pair",
-    "dpo sppo_hard",
-    "dpo discopop",
-    "grpo dapo",
-    "grpo sapo",
-    "grpo vespo",
-    "grpo cispo",
-    "rloo",
-)
-
-
 def list_runs() -> dict[str, Callable[[], dict[str, float]]]:
     """Return the comparisons of runs by the names of their cases."""
     runs: dict[str, Callable[[], dict[str, float]]] = {}
-    for name, case in {**preference.CASES, **groups.CASES}.items():
-        if name not in _CASES:
-            continue
+    for name, case in {**supervised.CASES, **preference.CASES, **groups.CASES}.items():
         measure = case.measure if isinstance(case.measure, partial) else partial(case.measure)
         if measure.func in _RUNS:
             runs[name] = partial(_RUNS[measure.func], *measure.args, **measure.keywords)

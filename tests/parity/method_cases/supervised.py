@@ -5,6 +5,7 @@ The references are TRL's divergence and losses of torch in float64.
 
 from __future__ import annotations
 
+import tempfile
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -42,27 +43,36 @@ def sft() -> dict[str, float]:
 
 def dft() -> dict[str, float]:
     """Compare `sft` with dynamic fine-tuning of `trl.SFTTrainer`."""
-    import tempfile
-
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
-
     documents = [chosen for chosen, _ in harness.pairs()]
     trainer = harness.trainer_of("sft", harness.our_model(harness.folder(0)), loss_type="dft")
-    tensors = harness.answer_tensors(documents)
-    labels = tensors["input_ids"].masked_fill(tensors.pop("completion_mask") == 0, -100)
     with tempfile.TemporaryDirectory() as directory:
-        model = harness.hf_model(harness.folder(0))
-        reference = SFTTrainer(
-            model=model,
-            args=harness.config_of(SFTConfig, directory, loss_type="dft"),
-            train_dataset=Dataset.from_list([{"text": "t3"}]),
-            processing_class=harness.tokenizer(),
-        )
-        loss = reference.compute_loss(model.train(), {**tensors, "labels": labels})
+        reference, model = build_dft(directory)
+        loss = reference.compute_loss(model.train(), labelled_tensors(documents))
         theirs = harness.their_outcome(model, loss, {})
     ours = harness.our_outcome(trainer, harness.packed(documents, 2), trains=True)
     return harness.errors(ours, theirs)
+
+
+def build_dft(directory: str) -> tuple[Any, Any]:
+    """Return a trainer of TRL with the loss of dynamic fine-tuning, and its model."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    model = harness.hf_model(harness.folder(0))
+    trainer = SFTTrainer(
+        model=model,
+        args=harness.config_of(SFTConfig, directory, loss_type="dft"),
+        train_dataset=Dataset.from_list([{"text": "t3"}]),
+        processing_class=harness.tokenizer(),
+    )
+    return trainer, model
+
+
+def labelled_tensors(documents: list[harness.Answer]) -> dict[str, Any]:
+    """Return the tensors of documents with labels for their answers."""
+    tensors = harness.answer_tensors(documents)
+    labels = tensors["input_ids"].masked_fill(tensors.pop("completion_mask") == 0, -100)
+    return {**tensors, "labels": labels}
 
 
 def seq_kd() -> dict[str, float]:

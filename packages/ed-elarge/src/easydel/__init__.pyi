@@ -406,6 +406,9 @@ from ed_models.families.iquestcoder import IQuestCoderConfig as IQuestCoderConfi
 from ed_models.families.iquestcoder import IQuestCoderDecoderLayer as IQuestCoderDecoderLayer
 from ed_models.families.iquestcoder import IQuestCoderForCausalLM as IQuestCoderForCausalLM
 from ed_models.families.iquestcoder import IQuestCoderModel as IQuestCoderModel
+from ed_trainers.options.distillation import IWOPDArguments as IWOPDArguments
+from ed_trainers.options.distillation import IWOPDArguments as _IWOPDConfig
+from ed_trainers.methods.iw_opd import IWOPDTrainer as IWOPDTrainer
 from ed_models.families.idefics3 import Idefics3Config as Idefics3Config
 from ed_models.families.idefics3 import Idefics3Connector as Idefics3Connector
 from ed_models.families.idefics3 import Idefics3ForConditionalGeneration as Idefics3ForConditionalGeneration
@@ -833,6 +836,9 @@ from ed_models.families.rwkv import RwkvBlock as RwkvBlock
 from ed_models.families.rwkv import RwkvConfig as RwkvConfig
 from ed_models.families.rwkv import RwkvForCausalLM as RwkvForCausalLM
 from ed_models.families.rwkv import RwkvModel as RwkvModel
+from ed_trainers.options.distillation import SDFTArguments as SDFTArguments
+from ed_trainers.options.distillation import SDFTArguments as _SDFTConfig
+from ed_trainers.methods.sdft import SDFTTrainer as SDFTTrainer
 from ed_trainers.options.groups import SDPOArguments as SDPOArguments
 from ed_trainers.options.groups import SDPOArguments as _SDPOConfig
 from ed_trainers.methods.sdpo import SDPOTrainer as SDPOTrainer
@@ -909,6 +915,9 @@ from ed_models.families.t5gemma import T5GemmaForConditionalGeneration as T5Gemm
 from ed_models.families.t5gemma import T5GemmaModel as T5GemmaModel
 from ed_models.families.t5gemma import T5GemmaSideConfig as T5GemmaSideConfig
 from ed_models.families.t5 import T5Model as T5Model
+from ed_trainers.options.preference import TPOArguments as TPOArguments
+from ed_trainers.options.preference import TPOArguments as _TPOConfig
+from ed_trainers.methods.tpo import TPOTrainer as TPOTrainer
 from ed_infra import TaskType as TaskType
 from ed_data import Inform as _TextDatasetInform
 from ed_models import TokenChoice as TokenChoice
@@ -1197,6 +1206,7 @@ HyperCLOVAXForEmbedding = _ForEmbedding
 HyperCLOVAXForSequenceClassification = _ForSequenceClassification
 IQuestCoderForEmbedding = _ForEmbedding
 IQuestCoderForSequenceClassification = _ForSequenceClassification
+IWOPDConfig = _IWOPDConfig
 ImageClassificationConfig = _ImageClassificationConfig
 InternLM2ForEmbedding = _ForEmbedding
 InternLM2ForSequenceClassification = _ForSequenceClassification
@@ -1345,6 +1355,7 @@ RobertaForSequenceClassification = _ForSequenceClassification
 RobertaForTokenClassification = _ForTokenClassification
 RwkvForEmbedding = _ForEmbedding
 RwkvForSequenceClassification = _ForSequenceClassification
+SDFTConfig = _SDFTConfig
 SDPOConfig = _SDPOConfig
 SFTConfig = _SFTConfig
 ScaledDotProductAttentionConfig = _ScaledDotProductAttentionConfig
@@ -1362,6 +1373,7 @@ StableLmForEmbedding = _ForEmbedding
 StableLmForSequenceClassification = _ForSequenceClassification
 Starcoder2ForEmbedding = _ForEmbedding
 Starcoder2ForSequenceClassification = _ForSequenceClassification
+TPOConfig = _TPOConfig
 TextDatasetInform = _TextDatasetInform
 TokenClassificationConfig = _TokenClassificationConfig
 ToolParser = _ToolParser

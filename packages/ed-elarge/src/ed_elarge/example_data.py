@@ -34,10 +34,19 @@ def _right(a: int, b: int) -> str:
 texts = [{"content": f"The sum of {a} and {b} is{_right(a, b)}"} for a, b in _SUMS]
 #: Prompts, in the field `prompt`.
 prompts = [{"prompt": f"{a} + {b} ="} for a, b in _SUMS]
+#: Prompts with a demonstration for the teacher of `sdft`.
+demonstrations = [
+    {"prompt": f"{a} + {b} =", "privileged_context": f"{b} + {a} ={_right(a, b)}"} for a, b in _SUMS
+]
 #: A prompt with a better answer (`chosen`) and a worse one (`rejected`).
 preferences = [
     {"prompt": f"{a} + {b} =", "chosen": _right(a, b), "rejected": " I do not know."}
     for a, b in _SUMS
+]
+#: Preferences with a third answer that is right (`reference`).
+triples = [
+    {**row, "chosen": f" It is {a + b}.", "reference": _right(a, b)}
+    for row, (a, b) in zip(preferences, _SUMS, strict=True)
 ]
 #: Answers with a `label`: true for a good answer.
 labelled = [

@@ -27,7 +27,9 @@ from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.distillation import (
     DistillationArguments,
     GKDArguments,
+    IWOPDArguments,
     OnPolicyDistillationArguments,
+    SDFTArguments,
     SeqKDArguments,
     SparseDistillationArguments,
 )
@@ -50,6 +52,7 @@ from ed_trainers.options.preference import (
     PRMArguments,
     RewardArguments,
     SimPOArguments,
+    TPOArguments,
 )
 from ed_trainers.options.supervised import (
     ContrastiveArguments,
@@ -188,6 +191,7 @@ _SHIPPED: dict[str, MethodEntry] = {
     "orpo": MethodEntry(ORPOArguments, "ed_trainers.methods.orpo:ORPOTrainer", "preference"),
     "cpo": MethodEntry(CPOArguments, "ed_trainers.methods.cpo:CPOTrainer", "preference"),
     "simpo": MethodEntry(SimPOArguments, "ed_trainers.methods.cpo:SimPOTrainer", "preference"),
+    "tpo": MethodEntry(TPOArguments, "ed_trainers.methods.tpo:TPOTrainer", "gold_preference"),
     "kto": MethodEntry(
         KTOArguments, "ed_trainers.methods.kto:KTOTrainer", "labelled", (REFERENCE_ROLE,)
     ),
@@ -319,6 +323,8 @@ _SHIPPED: dict[str, MethodEntry] = {
         "ed_trainers.methods.gkd:SparseDistillationTrainer",
         TEACHER_ROLE,
     ),
+    "iw_opd": _online(IWOPDArguments, "ed_trainers.methods.iw_opd:IWOPDTrainer", TEACHER_ROLE),
+    "sdft": _online(SDFTArguments, "ed_trainers.methods.sdft:SDFTTrainer"),
     "xpo": _online(XPOArguments, "ed_trainers.methods.xpo:XPOTrainer", REFERENCE_ROLE, REWARD_ROLE),
     "nash_md": _online(
         NashMDArguments, "ed_trainers.methods.nash_md:NashMDTrainer", REFERENCE_ROLE, REWARD_ROLE

@@ -16,7 +16,12 @@ from ed_data.kinds.classes import (
 )
 from ed_data.kinds.embedding import EMBEDDING, SCORED_PAIR, candidate_schema
 from ed_data.kinds.image import IMAGE_CLASSIFICATION, IMAGE_TEXT
-from ed_data.kinds.preference import PREFERENCE, REWARD, SEQ2SEQ_PREFERENCE
+from ed_data.kinds.preference import (
+    GOLD_PREFERENCE,
+    PREFERENCE,
+    REWARD,
+    SEQ2SEQ_PREFERENCE,
+)
 from ed_data.kinds.record import ANSWERS, KindOfRows, Schema
 from ed_data.kinds.seq2seq import SEQ2SEQ
 from ed_data.kinds.spans import QUESTION_ANSWERING
@@ -30,6 +35,7 @@ ROW_KINDS: dict[str, Schema] = {
     "prompt": PROMPT,
     "completion": COMPLETION,
     "preference": PREFERENCE,
+    "gold_preference": GOLD_PREFERENCE,
     "reward": REWARD,
     "seq2seq_preference": SEQ2SEQ_PREFERENCE,
     "labelled": LABELLED,

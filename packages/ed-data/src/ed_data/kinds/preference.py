@@ -20,6 +20,12 @@ PREFERENCE = Schema(
     "prompt",
     record=_PAIR,
 )
+#: A preference pair with a third answer that is known to be right, `reference`.
+GOLD_PREFERENCE = Schema(
+    (*PREFERENCE.columns, Column("reference", "reference", "prompt")),
+    "prompt",
+    record=KindOfRows({**_EXAMPLE, "chosen": " It is 4.", "reference": " 4"}),
+)
 #: A preference pair with the `margin` between its answers; 0 in rows without the field.
 REWARD = Schema(
     PREFERENCE.columns,

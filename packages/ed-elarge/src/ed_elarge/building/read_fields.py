@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ed_trainers.options.distillation import SDFTArguments
 from ed_trainers.options.groups import SDPOArguments
 from ed_trainers.options.online import RewardedArguments
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from ed_elarge.config.run_config import RunConfig
 
-#: Field of the rows that `include_environment_feedback` of `sdpo` shows to the teacher.
+#: Field of the rows that `sdft` and `include_environment_feedback` of `sdpo` show to the teacher.
 _FEEDBACK = "privileged_context"
 
 
@@ -38,7 +39,8 @@ def list_read_fields(
     Raises:
         ConfigError: A function does not exist.
     """
-    if isinstance(trainer, SDPOArguments) and trainer.include_environment_feedback:
+    shows_feedback = isinstance(trainer, SDPOArguments) and trainer.include_environment_feedback
+    if shows_feedback or isinstance(trainer, SDFTArguments):
         yield _FEEDBACK
     if not isinstance(trainer, RewardedArguments):
         return

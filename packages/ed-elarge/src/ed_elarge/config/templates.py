@@ -26,6 +26,7 @@ _ROWS = {
     "text": ("texts", "content: a text, or a list of chat messages"),
     "prompt": ("prompts", "prompt: a text, or a list of chat messages"),
     "preference": ("preferences", "prompt, chosen and rejected"),
+    "gold_preference": ("triples", "prompt, chosen, rejected and reference (a right answer)"),
     "reward": ("preferences", "prompt, chosen and rejected"),
     "labelled": ("labelled", "prompt, completion and label (true: a good answer)"),
     "steps": ("steps", "prompt, completions (the steps) and labels (one for each step)"),
@@ -37,6 +38,10 @@ _ROWS = {
     "token_classification": ("entities", "tokens (words) and labels (one for each word)"),
     "image_classification": ("drawings", "image (a path or bytes) and label"),
     "image_text": ("drawings", "image (a path or bytes) and text"),
+}
+#: Method whose rows have more fields than their kind -> the list, and the fields of a row.
+_ROWS_OF_METHODS = {
+    "sdft": ("demonstrations", "prompt, and privileged_context: a demonstration for the teacher"),
 }
 #: Classifiers of texts, which are usually encoders.
 _ENCODED = ("sequence_classification", "cross_encoder")
@@ -187,7 +192,7 @@ def _render_method(
     """
     entry = METHODS[name]
     doc = doc or " ".join((entry.arguments.__doc__ or name).split())
-    rows, fields = find_rows(entry.rows)
+    rows, fields = _ROWS_OF_METHODS.get(name) or find_rows(entry.rows)
     source = f'{{type: python, data_files: "ed_elarge.example_data:{rows}"}}'
     if not rows:  # a method of another package
         source = "{type: ORGANIZATION/DATASET}"

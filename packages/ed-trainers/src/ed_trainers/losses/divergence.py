@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 from ed_trainers.contract import Batch
 from ed_trainers.losses.scoring import forward
 from ed_trainers.losses.token_loss import by_device
-from ed_trainers.options.distillation import Support
+from ed_trainers.options.online import Support
 from ed_trainers.placement import Placement
 
 # Several arrays of [c, v] exist at the same time.

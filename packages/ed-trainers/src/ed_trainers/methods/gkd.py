@@ -14,8 +14,7 @@ Legend: n completions, b rows, s positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -28,7 +27,12 @@ from ed_trainers.arguments import METHODS
 from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Models
 from ed_trainers.losses.divergence import compare_models
-from ed_trainers.online.completions import Completions, PromptContent, PromptRows
+from ed_trainers.online.completions import (
+    Completions,
+    PromptContent,
+    PromptRows,
+    WrittenPrompts,
+)
 from ed_trainers.online.phase import HELD_OUT, OnlineRun, PhaseRows, online_method
 from ed_trainers.options.distillation import GKDArguments
 from ed_trainers.rollout import Weights
@@ -64,17 +68,6 @@ def _complete(
     return _read_completions(run, batch)
 
 
-@dataclass(frozen=True)
-class AnsweredPrompts:
-    """Prompts of conversations, without the answers at their ends; see `PromptRows`."""
-
-    prompts: list[PromptContent]
-    input_ids: Sequence[Sequence[int]]
-    fields: Mapping[str, Sequence[object]]
-    images: Mapping[str, np.ndarray]
-    with_prompt: Callable[[int, PromptContent], list[int]]
-
-
 def separate_conversations(batch: HostBatch) -> HostBatch:
     """Return prompts without the last answers of conversations, which become their completions.
 
@@ -93,7 +86,7 @@ def separate_conversations(batch: HostBatch) -> HostBatch:
         prompts[place], answers[place] = context, message["content"]
         ids[place] = encode(place, context)
     images = getattr(batch, "images", {})
-    rows = AnsweredPrompts(prompts, ids, {**fields, _FIELD: answers}, images, encode)
+    rows = WrittenPrompts(prompts, ids, {**fields, _FIELD: answers}, images, encode)
     return cast(HostBatch, rows)  # rows of prompts are no mapping; see `PromptRows`
 
 

@@ -27,13 +27,17 @@ from ed_trainers.losses.policy import Policy, old_logps, row_metrics
 from ed_trainers.losses.scoring import forward
 from ed_trainers.methods import grpo
 from ed_trainers.online.completions import Completions
-from ed_trainers.online.phase import PhaseRows, compute_policy, online_method
-from ed_trainers.online.reprompts import build_reprompts
+from ed_trainers.online.phase import OnlineRun, PhaseRows, compute_policy, online_method
+from ed_trainers.online.reprompts import Reprompts, build_reprompts
+from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.groups import SDPOArguments
+from ed_trainers.options.online import OnlineArguments, SelfDistillationArguments
 from ed_trainers.roles.frozen import Following
 from ed_trainers.rollout import Weights
 from ed_trainers.trainer import Trainer
 
+#: Name of the mean divergence of the tokens in the log.
+DISTILLATION_LOSS = "self_distillation/distillation_loss"
 _NAME = "teacher"
 _ROWS = ("input_ids", "segment_ids", "position_ids", "targets")
 # As in TRL: bounds of the logarithm of a ratio.
@@ -49,8 +53,9 @@ class SelfTeacher:
             the base under its adapters.
     """
 
-    def __init__(self, run: SDPORun, models: dict[str, LanguageModel]):
+    def __init__(self, run: OnlineRun[TrainingArguments], models: dict[str, LanguageModel]):
         options, learner = run.arguments, run.learner
+        assert isinstance(options, SelfDistillationArguments), "the options of a self-teacher"
         kind = options.teacher_model_kind
         self._under = kind == "base" and has_lora(learner)
         self._live = kind == "live"
@@ -67,7 +72,7 @@ class SelfTeacher:
                 present=run.present_reference,
             )
 
-    def of(self, models: Models) -> LanguageModel:
+    def select(self, models: Models) -> LanguageModel:
         """Return the teacher; called while tracing."""
         if self._live:
             return models.learner
@@ -100,17 +105,36 @@ def rows(run: SDPORun, completions: Completions, weights: Weights, number: int) 
     rewards = np.where(row_arrays["scored"] > 0, row_arrays["rewards"], -np.inf)
     positions = getattr(run.learner.config, "max_position_embeddings", None)
     reprompts = build_reprompts(options, completions, rewards, run.tokenizer, positions)
+    row_arrays |= build_teacher_rows(completions, reprompts, row_arrays["weights"].shape[1])
+    row_arrays["distilled"] = reprompts.distilled.astype(np.float32)
+    return row_arrays, {**figures, **reprompts.figures}
+
+
+def build_teacher_rows(
+    completions: Completions, reprompts: Reprompts, length: int
+) -> dict[str, np.ndarray]:
+    """Return the rows of the teacher, and the places of the tokens in them.
+
+    Args:
+        completions: the completions after the learner's prompts.
+        reprompts: the teacher's prompts.
+        length: s.
+
+    Returns:
+        arrays `teacher_...` int32 [n, t], and `teacher_places` int32 [n, s].
+    """
     teacher_rows = reprompts.rows()
-    row_arrays |= {f"{_NAME}_{name}": teacher_rows[name] for name in _ROWS}
-    places = np.zeros(row_arrays["weights"].shape, np.int32)
+    places = np.zeros((len(completions), length), np.int32)
     pairs = zip(
         completions.prompt_ids, reprompts.prompt_ids, completions.completion_ids, strict=True
     )
     for row, (prompt, longer, answer) in enumerate(pairs):
         begin = len(prompt) - 1
         places[row, begin : begin + len(answer)] = np.arange(len(answer)) + len(longer) - 1
-    row_arrays |= {f"{_NAME}_places": places, "distilled": reprompts.distilled.astype(np.float32)}
-    return row_arrays, {**figures, **reprompts.figures}
+    return {
+        **{f"{_NAME}_{name}": teacher_rows[name] for name in _ROWS},
+        f"{_NAME}_places": places,
+    }
 
 
 def loss(run: SDPORun, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
@@ -121,16 +145,10 @@ def loss(run: SDPORun, models: Models, batch: Batch, key: jax.Array | None) -> L
         return grpo.policy_loss(options, batch, output, policy)
     weight = options.distillation_weight
     mask = batch["weights"] * batch["distilled"][:, None]
-    losses = divergences(run, models, batch, output, policy)
-    if options.distillation_is_clip is not None:
-        log_ratios = jax.lax.stop_gradient(policy.logps) - old_logps(batch, policy)
-        ratios = jnp.exp(jnp.clip(log_ratios, -_LARGEST_LOG, _LARGEST_LOG))
-        losses = losses * jnp.minimum(ratios, options.distillation_is_clip)
-    losses = jnp.where(mask > 0, losses, 0.0) * mask
-    row_losses = jnp.sum(losses, axis=-1) / jnp.maximum(jnp.sum(mask, axis=-1), 1)
-    total, count = jnp.sum(row_losses), jnp.sum(batch["present"])
-    figure = Metric.of(jnp.sum(losses), jnp.sum(mask))
-    metrics = {"self_distillation/distillation_loss": figure}
+    teacher = run.teacher.select(models)
+    total, figure = sum_divergences(run, models, teacher, batch, output, policy, mask)
+    count = jnp.sum(batch["present"])
+    metrics = {DISTILLATION_LOSS: figure}
     if not options.has_policy_loss:
         return Loss.of(output, total, count, **row_metrics(batch, policy), **metrics)
     grpo_loss = grpo.policy_loss(options, batch, output, policy)
@@ -148,9 +166,42 @@ def loss(run: SDPORun, models: Models, batch: Batch, key: jax.Array | None) -> L
     return Loss(sums, {**grpo_loss.metrics, **metrics}, grpo_loss.updates)
 
 
-def divergences(
-    run: SDPORun,
+def sum_divergences(
+    run: OnlineRun[TrainingArguments],
     models: Models,
+    teacher: LanguageModel,
+    batch: Batch,
+    output: CausalLMOutput,
+    policy: Policy,
+    mask: jax.Array,
+) -> tuple[jax.Array, Metric]:
+    """Return the sum over the rows of the mean divergence of their tokens, and its log figure.
+
+    Args:
+        run: the run of a method with `SelfDistillationArguments`.
+        models: the models.
+        teacher: the model that reads the rows `teacher_...`.
+        batch: the rows.
+        output: the output of the learner.
+        policy: the learner's figures of the tokens.
+        mask: 1 for the compared tokens, [b, s].
+    """
+    options = run.arguments
+    assert isinstance(options, SelfDistillationArguments), "the options of a self-teacher"
+    losses = compute_divergences(run, models, teacher, batch, output, policy)
+    if options.distillation_is_clip is not None:
+        log_ratios = jax.lax.stop_gradient(policy.logps) - old_logps(batch, policy)
+        ratios = jnp.exp(jnp.clip(log_ratios, -_LARGEST_LOG, _LARGEST_LOG))
+        losses = losses * jnp.minimum(ratios, options.distillation_is_clip)
+    losses = jnp.where(mask > 0, losses, 0.0) * mask
+    row_losses = jnp.sum(losses, axis=-1) / jnp.maximum(jnp.sum(mask, axis=-1), 1)
+    return jnp.sum(row_losses), Metric.of(jnp.sum(losses), jnp.sum(mask))
+
+
+def compute_divergences(
+    run: OnlineRun[TrainingArguments],
+    models: Models,
+    teacher: LanguageModel,
     batch: Batch,
     output: CausalLMOutput,
     policy: Policy,
@@ -159,7 +210,9 @@ def divergences(
 
     The divergence of `sampled_token` is an estimate whose gradient alone has a meaning.
     """
-    options, teacher = run.arguments, run.teacher.of(models)
+    options = run.arguments
+    assert isinstance(options, SelfDistillationArguments), "the options of a self-teacher"
+    assert isinstance(options, OnlineArguments), "the method samples"
     longer = batch.replace(**{name: batch[f"{_NAME}_{name}"] for name in _ROWS})
     places = batch[f"{_NAME}_places"]
     if options.distillation_mode == "sampled_token":
@@ -184,15 +237,14 @@ def divergences(
     return position_divergences
 
 
+#: Arrays of the teacher's rows with one value per token.
+TEACHER_ARRAYS = tuple(f"{_NAME}_{name}" for name in (*_ROWS, "places"))
 SDPO = online_method(
     run=SDPORun,
     rows=rows,
     loss=loss,
-    token_arrays=(
-        *grpo.TOKEN_ARRAYS,
-        *(f"{_NAME}_{name}" for name in (*_ROWS, "places")),
-    ),
-    progress_columns=("reward", "self_distillation/distillation_loss", "loss"),
+    token_arrays=(*grpo.TOKEN_ARRAYS, *TEACHER_ARRAYS),
+    progress_columns=("reward", DISTILLATION_LOSS, "loss"),
 )
 
 

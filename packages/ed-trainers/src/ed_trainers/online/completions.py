@@ -43,6 +43,17 @@ class PromptRows(Protocol):
 
 
 @dataclass(frozen=True)
+class WrittenPrompts:
+    """A batch of prompts that replaces the prompts of another batch; see `PromptRows`."""
+
+    prompts: list[PromptContent]
+    input_ids: Sequence[Sequence[int]]
+    fields: Mapping[str, Sequence[object]]
+    images: Mapping[str, np.ndarray]
+    with_prompt: Callable[[int, PromptContent], list[int]] | None
+
+
+@dataclass(frozen=True)
 class Completions:
     """Completed prompts; each list has one entry per completion.
 

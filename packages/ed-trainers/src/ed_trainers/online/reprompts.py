@@ -1,4 +1,4 @@
-"""The longer prompts of `sdpo`: the prompt of a completion with a successful one, or with feedback.
+"""The teacher's prompts of `sdpo` and `sdft`, with a completion, feedback or a demonstration.
 
 Legend: n completions, t positions of a row.
 """
@@ -6,8 +6,8 @@ Legend: n completions, t positions of a row.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,10 @@ from ed_infra.errors import ConfigError
 
 from ed_trainers.contract import Prepared
 from ed_trainers.online.completions import Completions, PromptContent
+from ed_trainers.options.distillation import SDFTArguments
 from ed_trainers.options.groups import SDPOArguments
 
-#: The field of the data with feedback.
+#: The field of the data with feedback or a demonstration.
 _FIELD = "privileged_context"
 # Rows grow by this number of tokens, so that few shapes are compiled.
 _LONGER = 64
@@ -105,7 +106,7 @@ def build_reprompts(
             options.feedback_template.format(feedback_raw=feedback[row]) if reads else ""
         )
         prompt = _reprompt(options, completions.prompts[row], solution_text, feedback_text)
-        prompt_ids.append(_encode_prompt(completions, row, prompt, tokenizer)[-limit:])
+        prompt_ids.append(encode_prompt(completions.encode, row, prompt, tokenizer)[-limit:])
     groups = good.reshape(-1, size) if count % size == 0 else good[None]
     figures = {
         "success_group_fraction": groups.any(axis=1).mean(),
@@ -128,6 +129,61 @@ def build_reprompts(
     )
 
 
+def build_demonstrations(
+    options: SDFTArguments, completions: Completions, tokenizer: object | None
+) -> Reprompts:
+    """Return the teacher's prompts with the demonstrations of the rows.
+
+    Args:
+        options: the template and the length of the prompts.
+        completions: the completions, with the field `privileged_context`.
+        tokenizer: encodes the prompts if the batch of prompts cannot.
+
+    Raises:
+        ConfigError: a row has no demonstration, or its prompt is neither a text nor a chat.
+    """
+    contexts = completions.fields.get(_FIELD, [None] * len(completions))
+    prompt_ids = []
+    for row, (prompt, context) in enumerate(zip(completions.prompts, contexts, strict=True)):
+        teacher_prompt = demonstrate(options, prompt, context)
+        ids = encode_prompt(completions.encode, row, teacher_prompt, tokenizer)
+        prompt_ids.append(ids[-options.max_prompt_length :])
+    longer = replace(completions, prompt_ids=prompt_ids, images={}, given=[], experts=[])
+    return Reprompts(longer, np.ones(len(completions), bool), {})
+
+
+def demonstrate(options: SDFTArguments, prompt: PromptContent, context: object) -> PromptContent:
+    """Return the teacher's prompt with the demonstration of its row.
+
+    Args:
+        options: the template.
+        prompt: the learner's prompt, a text or a chat.
+        context: the demonstration, a text or a chat.
+
+    Raises:
+        ConfigError: there is no demonstration.
+    """
+    if context is None or context == "":
+        raise ConfigError(
+            f"sdft reads a demonstration from the field {_FIELD!r} of each row, and a row does not "
+            f"have it: add the field to the rows, and additional_fields: [{_FIELD}] to the inform"
+        )
+    if isinstance(context, list):
+        context = "\n".join(text for message in context if (text := _read_text(message)))
+    text = options.teacher_prompt_template.format(
+        prompt=_text(prompt, role="user"), privileged_context=context
+    )
+    return _replace_question(prompt, text)
+
+
+def _replace_question(prompt: PromptContent, text: str) -> PromptContent:
+    """Return a text, or a chat with a text as its last question."""
+    if isinstance(prompt, str):
+        return text
+    messages: Any = prompt
+    return [*messages[:-1], {"role": "user", "content": text}]
+
+
 def _solution(options: SDPOArguments, completions: Completions, number: int) -> str:
     text = _text(completions.completions[number])
     if options.remove_thinking_from_demonstration:
@@ -141,10 +197,7 @@ def _reprompt(
     text = options.reprompt_template.format(
         prompt=_text(prompt, role="user"), solution=solution, feedback=feedback
     )
-    if isinstance(prompt, str):
-        return text
-    messages: Any = prompt
-    return [*messages[:-1], {"role": "user", "content": text}]
+    return _replace_question(prompt, text)
 
 
 def _text(content: PromptContent, role: str = "assistant") -> str:
@@ -154,23 +207,42 @@ def _text(content: PromptContent, role: str = "assistant") -> str:
     last = content[-1] if content else None
     if not isinstance(last, dict) or last.get("role") != role:
         raise ConfigError(
-            f"sdpo writes prompts for the teacher, and {content!r:.60} is neither a text nor a "
+            f"the method writes the teacher's prompts, and {content!r:.60} is neither a text nor a "
             f"chat that ends with a message of the role {role}: use texts or chats, and a tokenizer"
         )
-    said = last.get("content", "")
+    return _read_text(last)
+
+
+def _read_text(message: object) -> str:
+    """Return the text of a message of a chat."""
+    said = message.get("content", "") if isinstance(message, Mapping) else message
     if isinstance(said, list):
         return " ".join(part.get("text", "") for part in said if part.get("type") == "text")
     return str(said)
 
 
-def _encode_prompt(
-    completions: Completions, row: int, prompt: PromptContent, tokenizer: Any
+def encode_prompt(
+    encode: Callable[[int, PromptContent], list[int]] | None,
+    row: int,
+    prompt: PromptContent,
+    tokenizer: Any,
 ) -> list[int]:
-    if completions.encode is not None:
-        return list(completions.encode(row, prompt))
+    """Return the tokens of another prompt of a row.
+
+    Args:
+        encode: encodes a prompt for a row of a batch; None: the batch cannot encode prompts.
+        row: number of the row.
+        prompt: a text or a chat.
+        tokenizer: encodes a text if the batch cannot.
+
+    Raises:
+        ConfigError: neither can encode the prompt.
+    """
+    if encode is not None:
+        return list(encode(row, prompt))
     if isinstance(prompt, str) and tokenizer is not None:
         return list(tokenizer(prompt)["input_ids"])
     raise ConfigError(
-        "sdpo writes prompts for the teacher: pass a loader of ed_data.build_prompts, or a "
+        "the method writes the teacher's prompts: pass a loader of ed_data.build_prompts, or a "
         "tokenizer for prompts that are texts"
     )

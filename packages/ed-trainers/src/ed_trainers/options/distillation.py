@@ -1,15 +1,24 @@
-"""Options of the methods with a teacher. Free of jax. Names and defaults of `gkd` are TRL's."""
+"""Options of the methods with a teacher. Free of jax.
+
+Names and defaults of `gkd`, `iw_opd` and `sdft` are TRL's.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, Self
 
-from ed_infra.options import Count, Fraction, NotNegative, Options, Positive
-from pydantic import Field, ValidationInfo, field_validator
+from ed_infra.options import Count, Fraction, NotNegative, Options, Positive, Whole
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from ed_trainers.options.base import NoiseArguments, StrictFlag, TrainingArguments, conflict
-from ed_trainers.options.online import OnlineArguments, SamplingTemperature
+from ed_trainers.options.online import (
+    OnlineArguments,
+    SamplingTemperature,
+    SelfDistillationArguments,
+    Support,
+    with_fields,
+)
 from ed_trainers.options.supervised import NextTokenArguments
 
 
@@ -61,21 +70,6 @@ class SeqKDArguments(NoiseArguments, NextTokenArguments):
     """Maximum number of prompt tokens; longer prompts keep their last tokens."""
     max_completion_length: Count = 256
     """Maximum number of tokens of the teacher's answers."""
-
-
-class Support(NamedTuple):
-    """The tokens whose probabilities a divergence compares.
-
-    Attributes:
-        top_k: number of most probable tokens.
-        add_tail: whether the probability of all other tokens is compared too; otherwise the
-            probabilities of the tokens are normalized.
-        from_student: whether the tokens are the student's most probable ones, or the teacher's.
-    """
-
-    top_k: int
-    add_tail: bool
-    from_student: bool = False
 
 
 class GKDArguments(NoiseArguments, OnlineArguments):
@@ -176,3 +170,96 @@ class SparseDistillationArguments(OnPolicyArguments, GKDArguments):
     def support(self) -> Support | None:
         """See `GKDArguments`."""
         return Support(self.loss_top_k, self.loss_add_tail)
+
+
+class IWOPDArguments(OnlineArguments):
+    """Importance-weighted on-policy distillation: the learner's completions are reinforced by the
+    log-ratios of the teacher to the learner, of which the early ones count more."""
+
+    trainer_type: Literal["iw_opd"] = "iw_opd"
+    iw_opd_gamma: NotNegative = 0.5
+    """Additional weight of the first token of a completion. It falls with the share of the
+    absolute log-ratios of the earlier tokens, to 0 at the end. 0: all tokens have the weight 1."""
+    iw_opd_epsilon: Positive = 1e-8
+    """Smallest sum of the absolute log-ratios of a completion by which they are divided."""
+
+
+#: Default of `distillation_topk` of `sdft`.
+DEMONSTRATED_TOKENS = 100
+
+
+class SDFTArguments(SelfDistillationArguments, OnlineArguments):
+    """Self-distillation fine-tuning (Shenfeld et al., arXiv:2601.19897): the model learns from its
+    own distributions, given a demonstration in its prompt."""
+
+    ALIASES: ClassVar[Mapping[str, str]] = {"num_generations": "num_return_sequences"}
+
+    trainer_type: Literal["sdft"] = "sdft"
+    num_return_sequences: Annotated[int, Field(ge=1, le=4096)] = 8
+    """Number of completions per prompt."""
+    batch_unit: Literal["completions", "prompts"] = "completions"
+    """The unit of `total_batch_size`: completions, or prompts, as in EasyDeL."""
+    distillation_mode: Literal["sampled_token", "full_logits", "topk_logits"] = "topk_logits"
+    """Compared probabilities: those of the sampled tokens, of the vocabulary, or of the student's
+    `distillation_topk` most probable tokens."""
+    distillation_alpha: Fraction = 0.5
+    """Kind of divergence: 0 is forward, KL(teacher || student); 1 is reverse; values between are
+    the generalized Jensen-Shannon divergence. `sampled_token` needs 1."""
+    distillation_topk: Count | None = None
+    """Number of compared tokens of `topk_logits`; None: 100."""
+    teacher_model_kind: Literal["ema", "base", "live"] = "base"
+    """Weights of the teacher: a running mean of the learner's, the learner's before training, or
+    its present ones."""
+    teacher_prompt_template: Annotated[str, with_fields("prompt", "privileged_context")] = (
+        "{prompt}\n\n{privileged_context}"
+    )
+    """The teacher's prompt, or its last message. The field `privileged_context` of the rows has the
+    demonstration."""
+    generate_from_teacher: StrictFlag = False
+    """Sample the completions after the teacher's prompts. The learner then has no probabilities at
+    the time of sampling, so `distillation_is_clip` has no effect."""
+    num_loss_tokens_to_skip: Whole = 0
+    """Number of first tokens of each completion without a loss."""
+
+    @model_validator(mode="after")
+    def _compares_in_reverse(self) -> Self:
+        if self.distillation_mode == "sampled_token" and self.distillation_alpha != 1:
+            raise conflict(
+                "the sampled tokens estimate the reverse divergence only: set distillation_alpha "
+                "to 1, or use distillation_mode full_logits or topk_logits"
+            )
+        return self
+
+    @property
+    def rows_per_prompt(self) -> int:
+        """See `OnlineArguments`."""
+        return self.num_return_sequences
+
+    @property
+    def sequences_per_unit(self) -> int:
+        """See `TrainingArguments`."""
+        return self.rows_per_prompt if self.batch_unit == "prompts" else 1
+
+    @property
+    def keeps_old(self) -> bool:
+        """Whether the rows have the learner's log-probabilities at the time of sampling."""
+        return (
+            self.distillation_is_clip is not None
+            and not self.generate_from_teacher
+            and self.updates_per_generation > 1
+        )
+
+    @property
+    def support(self) -> Support | None:
+        """The tokens that are compared; None: the vocabulary."""
+        if self.distillation_mode != "topk_logits":
+            return None
+        size = self.distillation_topk or DEMONSTRATED_TOKENS
+        return Support(size, self.distillation_add_tail, from_student=True)
+
+    def idle(self) -> list[tuple[str, str]]:
+        """See `TrainingArguments.idle`."""
+        out = self.list_idle_teacher_options()
+        if self.generate_from_teacher:
+            out["distillation_is_clip"] = "generate_from_teacher is true"
+        return [*super().idle(), *out.items()]

@@ -6,22 +6,21 @@ Names and defaults are EasyDeL's if EasyDeL has the option, otherwise TRL's.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from string import Formatter
 from typing import Annotated, ClassVar, Literal, Self
 
 from ed_infra.options import Count, Fraction, NotNegative, Positive, choice
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from ed_trainers.options.base import Mixup, StrictFlag, conflict
-from ed_trainers.options.distillation import Support
+from ed_trainers.options.base import StrictFlag, conflict
 from ed_trainers.options.online import (
     EntropyWeight,
     OnlineArguments,
     RewardedArguments,
     RewardNames,
+    SelfDistillationArguments,
     SyncArguments,
+    with_fields,
 )
-from ed_trainers.options.optimizers import Steps
 
 #: The losses of `grpo` without hard clipping of the ratio come last.
 GRPO_LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "luspo", "cispo", "sapo", "vespo")
@@ -411,31 +410,9 @@ _OF_POLICY = (
 )
 
 
-def _with_fields(*names: str) -> AfterValidator:
-    """Return a validator of a template with exactly these fields."""
-
-    def check(text: str) -> str:
-        try:
-            template_fields = {
-                name for _, name, _, _ in Formatter().parse(text) if name is not None
-            }
-        except ValueError as error:
-            raise conflict(f"{text!r} is no template: {error}") from error
-        if template_fields != {*names}:
-            expected_fields = ", ".join(f"{{{name}}}" for name in names)
-            raise conflict(f"{text!r} must have the fields {expected_fields}, and no others")
-        return text
-
-    return AfterValidator(check)
-
-
-class SDPOArguments(GRPOArguments):
+class SDPOArguments(SelfDistillationArguments, GRPOArguments):
     """Self-distillation policy optimization (Huebotter et al., arXiv:2601.20802): the model learns
     from its own distributions, given a successful completion of the same prompt."""
-
-    EQUIVALENT: ClassVar[Mapping[str, str]] = {
-        "use_teacher_server": "omit it: the teacher is always on the devices of the run",
-    }
 
     trainer_type: Literal["sdpo"] = "sdpo"
     num_return_sequences: Annotated[int, Field(ge=1, le=4096)] = 4
@@ -445,27 +422,6 @@ class SDPOArguments(GRPOArguments):
     distillation_weight: Fraction = 1.0
     """Weight of the distillation; the rest is the weight of the policy loss, which is that of
     `grpo`."""
-    distillation_mode: Literal["sampled_token", "full_logits", "topk_logits"] = "sampled_token"
-    """Compared probabilities: those of the sampled tokens, of the vocabulary, or of the student's
-    `distillation_topk` most probable tokens."""
-    distillation_alpha: Fraction = 1.0
-    """Kind of divergence: 0 is forward, KL(teacher || student); 1 is reverse; values between are
-    the generalized Jensen-Shannon divergence. `sampled_token` needs 1."""
-    distillation_topk: Count | None = None
-    """Number of compared tokens of `topk_logits`."""
-    distillation_add_tail: StrictFlag = False
-    """`topk_logits`: also compare the total probability of all other tokens. False: the
-    probabilities of the compared tokens are normalized to the sum 1."""
-    distillation_is_clip: Positive | None = 2.0
-    """Largest ratio of the learner's probability of a token to that when the token was sampled,
-    which weights the distillation of the token. None: no weights."""
-    teacher_model_kind: Literal["ema", "base", "live"] = "ema"
-    """Weights of the teacher: a running mean of the learner's, the learner's before training, or
-    its present ones."""
-    teacher_update_rate: Mixup = 0.05
-    """Weight of the learner in each update of the teacher `ema`."""
-    teacher_sync_steps: Steps = 1
-    """Steps between two updates of the teacher `ema`."""
     use_successful_as_teacher: StrictFlag = True
     """Show the teacher a successful completion of the same prompt."""
     success_reward_threshold: Annotated[float, Field(ge=-1e12, le=1e12)] = 1.0
@@ -476,15 +432,15 @@ class SDPOArguments(GRPOArguments):
     max_reprompt_len: Count = 10240
     """Maximum number of tokens of the teacher's prompt; longer prompts keep their last tokens. The
     positions of the model are a further limit."""
-    reprompt_template: Annotated[str, _with_fields("prompt", "solution", "feedback")] = (
+    reprompt_template: Annotated[str, with_fields("prompt", "solution", "feedback")] = (
         "{prompt}{solution}{feedback}\n\nCorrectly solve the original question.\n"
     )
     """The teacher's prompt, or its last message."""
-    solution_template: Annotated[str, _with_fields("successful_previous_attempt")] = (
+    solution_template: Annotated[str, with_fields("successful_previous_attempt")] = (
         "\nCorrect solution:\n\n{successful_previous_attempt}\n\n"
     )
     """The part of the teacher's prompt with the successful completion."""
-    feedback_template: Annotated[str, _with_fields("feedback_raw")] = (
+    feedback_template: Annotated[str, with_fields("feedback_raw")] = (
         "\nThe following is feedback from your unsuccessful earlier attempt:\n\n{feedback_raw}\n\n"
     )
     """The part of the teacher's prompt with the feedback."""
@@ -494,23 +450,6 @@ class SDPOArguments(GRPOArguments):
     """Show the feedback only if there is no successful completion."""
     remove_thinking_from_demonstration: StrictFlag = False
     """Remove `<think>...</think>` from the successful completion."""
-
-    @field_validator("distillation_alpha")
-    @classmethod
-    def _is_reverse(cls, value: float, info: ValidationInfo) -> float:
-        if value != 1 and info.data.get("distillation_mode", "sampled_token") == "sampled_token":
-            raise conflict(
-                "the sampled tokens estimate the reverse divergence only: omit "
-                "distillation_alpha, or use distillation_mode full_logits or topk_logits"
-            )
-        return value
-
-    @field_validator("distillation_topk", "distillation_add_tail")
-    @classmethod
-    def _has_a_support(cls, value: int | None, info: ValidationInfo) -> int | None:
-        if value and info.data.get("distillation_mode") != "topk_logits":
-            raise conflict(f"only distillation_mode topk_logits reads {info.field_name}: omit it")
-        return value
 
     @model_validator(mode="after")
     def _is_complete(self) -> Self:
@@ -564,21 +503,12 @@ class SDPOArguments(GRPOArguments):
         """Whether the loss reads a reference."""
         return self.has_policy_loss and super().has_reference
 
-    @property
-    def support(self) -> Support | None:
-        """The tokens that are compared; None: the vocabulary."""
-        if self.distillation_topk is None:
-            return None
-        return Support(self.distillation_topk, self.distillation_add_tail, from_student=True)
-
     def idle(self) -> list[tuple[str, str]]:
         """See `TrainingArguments.idle`."""
         out = dict(super().idle())
         if not self.has_policy_loss:
             out |= dict.fromkeys(_OF_POLICY, "distillation_weight is 1: there is no policy loss")
-        if self.teacher_model_kind != "ema":
-            reason = f"the teacher is {self.teacher_model_kind}"
-            out |= {"teacher_update_rate": reason, "teacher_sync_steps": reason}
+        out |= self.list_idle_teacher_options()
         if not self.use_successful_as_teacher:
             reason = "use_successful_as_teacher is false"
             names = ("success_reward_threshold", "dont_reprompt_on_self_success")

@@ -8,10 +8,18 @@ EasyDeL's if EasyDeL has the option, otherwise TRL's; other spellings are aliase
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from string import Formatter
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from ed_infra.options import Count, Fraction, NotNegative, Options, Positive, Whole, choice
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from ed_trainers.options.base import Mixup, StrictFlag, TrainingArguments, conflict
 from ed_trainers.options.optimizers import Steps
@@ -126,6 +134,105 @@ def _one_or_many(value: object) -> object:
 #: settings: `{name: {…}}`.
 RewardName = str | dict[str, dict[str, Any]]
 RewardNames = Annotated[tuple[RewardName, ...], BeforeValidator(_one_or_many)]
+
+
+class Support(NamedTuple):
+    """The tokens whose probabilities a divergence compares.
+
+    Attributes:
+        top_k: number of most probable tokens.
+        add_tail: whether the probability of all other tokens is compared too; otherwise the
+            probabilities of the tokens are normalized.
+        from_student: whether the tokens are the student's most probable ones, or the teacher's.
+    """
+
+    top_k: int
+    add_tail: bool
+    from_student: bool = False
+
+
+def with_fields(*names: str) -> AfterValidator:
+    """Return a validator of a template with exactly these fields."""
+
+    def check(text: str) -> str:
+        try:
+            template_fields = {
+                name for _, name, _, _ in Formatter().parse(text) if name is not None
+            }
+        except ValueError as error:
+            raise conflict(f"{text!r} is no template: {error}") from error
+        if template_fields != {*names}:
+            expected_fields = ", ".join(f"{{{name}}}" for name in names)
+            raise conflict(f"{text!r} must have the fields {expected_fields}, and no others")
+        return text
+
+    return AfterValidator(check)
+
+
+class SelfDistillationArguments(Options):
+    """Options of the methods whose teacher is the learner with a longer prompt."""
+
+    EQUIVALENT: ClassVar[Mapping[str, str]] = {
+        "use_teacher_server": "omit it: the teacher is always on the devices of the run",
+    }
+
+    distillation_mode: Literal["sampled_token", "full_logits", "topk_logits"] = "sampled_token"
+    """Compared probabilities: those of the sampled tokens, of the vocabulary, or of the student's
+    `distillation_topk` most probable tokens."""
+    distillation_alpha: Fraction = 1.0
+    """Kind of divergence: 0 is forward, KL(teacher || student); 1 is reverse; values between are
+    the generalized Jensen-Shannon divergence. `sampled_token` needs 1."""
+    distillation_topk: Count | None = None
+    """Number of compared tokens of `topk_logits`."""
+    distillation_add_tail: StrictFlag = False
+    """`topk_logits`: also compare the total probability of all other tokens. False: the
+    probabilities of the compared tokens are normalized to the sum 1."""
+    distillation_is_clip: Positive | None = 2.0
+    """Largest ratio of the learner's probability of a token to that when the token was sampled,
+    which weights the distillation of the token. None: no weights."""
+    teacher_model_kind: Literal["ema", "base", "live"] = "ema"
+    """Weights of the teacher: a running mean of the learner's, the learner's before training, or
+    its present ones."""
+    teacher_update_rate: Mixup = 0.05
+    """Weight of the learner in each update of the teacher `ema`."""
+    teacher_sync_steps: Steps = 1
+    """Steps between two updates of the teacher `ema`."""
+
+    @field_validator("distillation_alpha")
+    @classmethod
+    def _is_reverse(cls, value: float, info: ValidationInfo) -> float:
+        if value != 1 and info.data.get("distillation_mode", "sampled_token") == "sampled_token":
+            raise conflict(
+                "the sampled tokens estimate the reverse divergence only: omit "
+                "distillation_alpha, or use distillation_mode full_logits or topk_logits"
+            )
+        return value
+
+    @field_validator("distillation_topk", "distillation_add_tail")
+    @classmethod
+    def _has_a_support(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and info.data.get("distillation_mode") != "topk_logits":
+            raise conflict(f"only distillation_mode topk_logits reads {info.field_name}: omit it")
+        return value
+
+    @property
+    def distills(self) -> bool:
+        """Whether there is a distillation."""
+        return True
+
+    @property
+    def support(self) -> Support | None:
+        """The tokens that are compared; None: the vocabulary."""
+        if self.distillation_topk is None:
+            return None
+        return Support(self.distillation_topk, self.distillation_add_tail, from_student=True)
+
+    def list_idle_teacher_options(self) -> dict[str, str]:
+        """Return the options of the teacher without effect, and the reasons."""
+        if self.teacher_model_kind == "ema":
+            return {}
+        reason = f"the teacher is {self.teacher_model_kind}"
+        return {"teacher_update_rate": reason, "teacher_sync_steps": reason}
 
 
 class SyncArguments(Options):

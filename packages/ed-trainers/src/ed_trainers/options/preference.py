@@ -314,6 +314,40 @@ class SimPOArguments(ContrastArguments):
     """Factor on the log-probabilities per token."""
 
 
+TPO_LOSSES = ("sigmoid", "hinge", "ipo", "tpo-l")
+
+
+class TPOArguments(AnswerArguments):
+    """Triple preference optimization (Saeidi et al., arXiv:2405.16681): a preference, and the
+    cross-entropy of a third answer that is known to be right; no reference model."""
+
+    trainer_type: Literal["tpo"] = "tpo"
+    beta: Positive = 0.01
+    """Factor on the log-probabilities before the loss."""
+    loss_type: Annotated[str, choice("loss_type", TPO_LOSSES, {"tpo_l": "tpo-l"})] = "sigmoid"
+    """The loss of a pair; `ipo` and `tpo-l` use log-probabilities per token."""
+    label_smoothing: Smoothing = 0.0
+    """Assumed share of pairs with wrong labels."""
+    tpo_alpha: NotNegative = 1.0
+    """Weight of the cross-entropy of the answer `reference`; 0: that answer is not read."""
+    tpo_l_gamma: NotNegative = 0.5
+    """Target margin of `tpo-l`."""
+
+    @field_validator("label_smoothing")
+    @classmethod
+    def _is_read(cls, value: float, info: ValidationInfo) -> float:
+        loss_type = info.data.get("loss_type", "sigmoid")
+        if value and loss_type not in ("sigmoid", "tpo-l"):
+            raise conflict(f"label_smoothing has no effect with loss_type {loss_type!r}: omit it")
+        return value
+
+    def idle(self) -> list[tuple[str, str]]:
+        """See `TrainingArguments.idle`."""
+        if self.loss_type == "tpo-l":
+            return []
+        return [("tpo_l_gamma", f"loss_type {self.loss_type} has no target margin")]
+
+
 KTO_LOSSES = ("kto", "apo_zero_unpaired")
 
 
