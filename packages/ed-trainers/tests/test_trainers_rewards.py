@@ -361,6 +361,25 @@ def test_judge_without_an_answer_gives_no_reward(judge_server, monkeypatch, caps
     assert not judge_server.replies
 
 
+def test_agreement_of_judges_counts_completions_with_both_rewards():
+    rewards = np.array(
+        [[1, 0.1, 5], [2, 0.3, 5], [2, 0.2, 5], [3, 0.9, 5], [9, np.nan, 5]], np.float32
+    )
+    scores = Scores(rewards, rewards.sum(1), ("number", "judge_1", "judge_2"))
+    agreement = scores.measure_agreement()
+    assert [*agreement] == [
+        "agreement/number/judge_1",
+        "agreement/number/judge_2",
+        "agreement/judge_1/judge_2",
+    ]
+    # Five of six pairs have one order, and one pair of the first reward is equal.
+    assert agreement["agreement/number/judge_1"] == pytest.approx(5 / np.sqrt(5 * 6))
+    assert np.isnan(agreement["agreement/number/judge_2"])
+    assert {*agreement} <= {*scores.figures()}
+    alone = Scores(rewards, rewards.sum(1), ("number", "judged", "exact"))
+    assert not alone.measure_agreement()
+
+
 def test_judge_that_refuses_stops_the_run(judge_server):
     judge_server.replies += [401]
     given = {"url": f"http://127.0.0.1:{judge_server.server_port}/v1", "model": "refused"}

@@ -5,7 +5,9 @@ Legend: n completions, k rewards of a completion.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from itertools import combinations
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -28,6 +30,8 @@ from ed_trainers.rewards import Rewards
 from ed_trainers.rollout import AheadRollout, Weights
 
 A = TypeVar("A", bound=TrainingArguments)
+# The names of judges in `Rewards.names`.
+_JUDGE = re.compile(r"judge(_\d+)?")
 
 
 class Scores(NamedTuple):
@@ -46,7 +50,8 @@ class Scores(NamedTuple):
     per_prompt: int | None = None
 
     def figures(self) -> dict[str, float]:
-        """Return the mean and the standard deviation of each reward, with TRL's names."""
+        """Return the mean and the standard deviation of each reward, with TRL's names, and the
+        agreement of judges with the other rewards."""
         out = {}
         for name, function_rewards in zip(self.names, self.rewards.T, strict=True):
             finite_rewards = function_rewards[np.isfinite(function_rewards)]
@@ -58,6 +63,26 @@ class Scores(NamedTuple):
             )
         finite_rewards = self.total[np.isfinite(self.total)]
         out["reward_std"] = float(finite_rewards.std(ddof=1)) if finite_rewards.size > 1 else np.nan
+        return out | self.measure_agreement()
+
+    def measure_agreement(self) -> dict[str, float]:
+        """Return the rank correlation of each judge and each other reward, Kendall's tau-b.
+
+        Only completions with both rewards count. The value is NaN for fewer than two of them, and
+        if all rewards of one function are equal.
+        """
+        out = {}
+        for first, second in combinations(range(len(self.names)), 2):
+            names = self.names[first], self.names[second]
+            if not any(map(_JUDGE.fullmatch, names)):
+                continue
+            from scipy.stats import kendalltau  # slow to import, and only judges need it
+
+            pair = self.rewards[:, [first, second]]
+            pair = pair[np.isfinite(pair).all(axis=1)]
+            is_varied = len(pair) > 1 and (np.ptp(pair, axis=0) > 0).all()
+            tau = float(np.asarray(kendalltau(*pair.T))[0]) if is_varied else np.nan
+            out[f"agreement/{names[0]}/{names[1]}"] = tau
         return out
 
 
