@@ -426,7 +426,7 @@ def build_draft_table(figures: Mapping[str, dict[str, float]]) -> list[str]:
     return [
         f"Tokens of a step of the model with {DRAFT_TOKENS} draft tokens, greedy, {NEW_TOKENS} new",
         f"tokens, {PROMPTS} prompts of each kind, and standard errors over the prompts.",
-        "The step of the prompt counts. Without drafts, a step gives one token. The draft models",
+        "The step of the prompt counts. Without drafts, a step yields one token. The draft models",
         "are the same model with rounded weights. The last column counts the outputs whose tokens",
         "equal those without drafts.",
         "",

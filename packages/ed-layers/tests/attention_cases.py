@@ -18,6 +18,8 @@ d head dim of values.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
@@ -28,7 +30,8 @@ import numpy as np
 from attention_reference import FARTHEST, Case, Mask
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.masks import MaskInfo
-from ed_layers.attention import MECHANISMS, Mechanism, attend
+from ed_layers.attention import MECHANISMS, Mechanism, attend, kernels
+from ed_layers.attention.kernel import Call, Kernel
 from ed_layers.attention.scoring import Alibi, RelativeBias, compute_dropout_mask
 from ed_layers.cache import DenseCache, LayerCacheSpec
 
@@ -290,3 +293,17 @@ def noise(case: Case, seed: int = 1) -> np.ndarray:
     """A cotangent of the case's output, [b, s, h, d]."""
     shape = (*case.q.shape[:3], case.v.shape[-1])
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+@contextmanager
+def select_kernel(kernel: Kernel, monkeypatch: Any, cached: Any) -> Iterator[None]:
+    """Let `attend` use only this kernel; `cached` is the `program` with the compiled calls."""
+
+    def kernels_here(call: Call) -> list[Kernel]:
+        assert call.name == kernel.mechanism
+        return [kernel]
+
+    monkeypatch.setattr(kernels, "kernels_here", kernels_here)
+    cached.cache_clear()
+    yield
+    cached.cache_clear()

@@ -18,8 +18,7 @@ import pytest
 from attention_reference import Case, error
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.masks import MaskInfo
-from ed_layers.attention import kernels
-from ed_layers.attention.kernel import Call, Projected, Settings
+from ed_layers.attention.kernel import Projected, Settings
 from ed_layers.attention.kernels import gpu, packed_gpu
 from ed_layers.attention.kernels.vanilla import vanilla_attention
 from ed_layers.attention.scoring import Scoring
@@ -37,14 +36,8 @@ CELLS = [name for name, cell in cases.CELLS.items() if not cell.features & KERNE
 
 @pytest.fixture(autouse=True)
 def only_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def kernels_here(call: Call) -> list[Any]:
-        assert call.name == KERNEL.mechanism
-        return [KERNEL]
-
-    monkeypatch.setattr(kernels, "kernels_here", kernels_here)
-    cases.program.cache_clear()
-    yield
-    cases.program.cache_clear()
+    with cases.select_kernel(KERNEL, monkeypatch, cases.program):
+        yield
 
 
 def list_errors(case: Case, **fields: Any) -> dict[str, float]:

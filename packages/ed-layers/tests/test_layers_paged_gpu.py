@@ -5,7 +5,7 @@ Without a GPU, the kernel is interpreted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,8 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_infra.config import EasyDeLBaseConfig
-from ed_layers.attention import kernels
-from ed_layers.attention.kernel import Call, Paged, Settings
+from ed_layers.attention.kernel import Paged, Settings
 from ed_layers.attention.kernels import paged_gpu
 from ed_layers.attention.kernels.paged import paged_attention
 from ed_layers.attention.scoring import Scoring
@@ -42,15 +41,9 @@ LENGTHS = (150, 1, 70, 9, 0)
 
 
 @pytest.fixture
-def only_kernel(monkeypatch) -> None:
-    def kernels_here(call: Call) -> list[Any]:
-        assert call.name == KERNEL.mechanism
-        return [KERNEL]
-
-    monkeypatch.setattr(kernels, "kernels_here", kernels_here)
-    pages.program.cache_clear()
-    yield
-    pages.program.cache_clear()
+def only_kernel(monkeypatch) -> Iterator[None]:
+    with cases.select_kernel(KERNEL, monkeypatch, pages.program):
+        yield
 
 
 def error(result: np.ndarray, expected: np.ndarray) -> float:

@@ -20,6 +20,7 @@ import numpy as np
 from ed_esurge.engine.wire import encode_message
 from ed_esurge.model import get_vocab_size
 from ed_infra.errors import ConfigError, EasyDeLError
+from ed_trainers.online.completions import ENVIRONMENT_REWARD
 from ed_trainers.online.sample_ledger import (
     GIVEN,
     LEDGER,
@@ -61,7 +62,7 @@ class AsynchronousRollout:
             )
         self.max_staleness = options.max_staleness
         self._environment = elm.config.environment
-        self.reward_names = (ENVIRONMENT,) if self._environment else ()
+        self.reward_names = (ENVIRONMENT_REWARD,) if self._environment else ()
         self._elm, self._options = elm, options
         self._scores = isinstance(arguments, RewardedArguments) and bool(arguments.reward_functions)
         self._changed = threading.Condition(threading.RLock())

@@ -21,6 +21,8 @@ from ed_trainers.rollout import Sampled
 _LONGER = 64
 #: Key of `Completions.scores`: the weighted sum of the rewards.
 TOTAL = "reward"
+#: Key of `Completions.scores`: the reward of the environment.
+ENVIRONMENT_REWARD = "environment"
 #: A text, chat messages, or token ids.
 PromptContent = str | list[dict[str, Any]] | list[int]
 

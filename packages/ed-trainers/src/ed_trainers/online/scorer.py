@@ -21,7 +21,7 @@ from ed_trainers.arguments import REWARD_ROLE
 from ed_trainers.contract import Batch, MethodRun, Models
 from ed_trainers.losses.scoring import token_scores
 from ed_trainers.losses.segments import last_tokens
-from ed_trainers.online.completions import TOTAL, Completions
+from ed_trainers.online.completions import ENVIRONMENT_REWARD, TOTAL, Completions
 from ed_trainers.online.phase import OnlineRun
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.online import RewardedArguments
@@ -110,7 +110,7 @@ class Scorer:
         if isinstance(run.rollout, AheadRollout):
             names = (*names, *run.rollout.reward_names)
         elif getattr(options, "environment", None) is not None:
-            names = (*names, "environment")
+            names = (*names, ENVIRONMENT_REWARD)
         self._has_model = REWARD_ROLE.name in models
         if self._has_model:
             if "pixel_values" in run.learner.input_names:

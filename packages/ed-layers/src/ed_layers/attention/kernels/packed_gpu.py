@@ -13,7 +13,6 @@ d head dim of values, i blocks of queries, j blocks of keys, x, y their sizes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,12 +24,11 @@ from ed_infra.masks import MaskInfo
 from jaxtyping import Array, Float, Int, PyTree
 
 from ed_layers.attention.kernel import FULL_SCORES_LIMIT, Kernel, Projected, reasons
-from ed_layers.attention.kernels.paged_gpu import LEAST, WIDE, split_width
+from ed_layers.attention.kernels.paged_gpu import LEAST, LOG2_E, WIDE, add_sink, split_width
 from ed_layers.attention.kernels.visibility import BIG, visible
 from ed_layers.attention.scoring import Scoring
 from ed_layers.devices import get_triton_precision, over_devices
 
-_LOG2_E = math.log2(math.e)
 #: Queries and keys of a block, forward and backward, of heads up to half of `WIDE`, in 16 bits.
 FORWARD, BACKWARD = (128, 64), (64, 64)
 _LACKS = frozenset({"bias", "alibi", "relative", "dropout"})
@@ -124,9 +122,9 @@ class RowShape:
         """Return the scores times log2(e), for a GPU's exponential, and the slope of the cap."""
         scores = products * self.scale
         if self.soft_cap is None:
-            return scores * _LOG2_E, 1.0
+            return scores * LOG2_E, 1.0
         squashed = jnp.tanh(scores / self.soft_cap)
-        return squashed * (self.soft_cap * _LOG2_E), 1 - squashed * squashed
+        return squashed * (self.soft_cap * LOG2_E), 1 - squashed * squashed
 
 
 def attend_packed(call: Projected, *, interpret: bool = False) -> Float[Array, "b s h d"]:
@@ -286,7 +284,7 @@ def run_backward(
     )
     d_sinks = None
     if sinks is not None:
-        weights = jnp.exp2(sinks[:, None] * _LOG2_E - sums)
+        weights = jnp.exp2(sinks[:, None] * LOG2_E - sums)
         d_sinks = -jnp.sum(jnp.where(shared == 0, 0, weights * shared), axis=(0, 2))
     return d_q, d_k, d_v, d_sinks, None
 
@@ -460,12 +458,7 @@ def packed_attention(
     first, end = ranges[row, block, 0], ranges[row, block, 1]
     top, total, *accs = jax.lax.fori_loop(first, end, visit, empty)
     if sinks is not None:
-        sink = sinks[head] * _LOG2_E
-        highest = jnp.maximum(top, sink)
-        anchor = jnp.where(highest == -jnp.inf, 0, highest)
-        decay = jnp.exp2(top - anchor)
-        total, top = total * decay + jnp.exp2(sink - anchor), highest
-        accs = [acc * decay[:, None] for acc in accs]
+        top, total, accs = add_sink(sinks[head], top, total, accs)
     divisor = jnp.where(total == 0, 1, total)
     ours.write(out, [acc / divisor[:, None] for acc in accs], shape.value_dim)
     lse = jnp.where(total == 0, 0, top + jnp.log2(divisor))

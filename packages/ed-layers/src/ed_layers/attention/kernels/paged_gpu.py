@@ -39,7 +39,7 @@ MOST_DIM = 576
 #: Number of blocks that occupy a GPU, two for each of 132 multiprocessors, and the maximum number
 #: of parts of the keys of a block.
 ENOUGH_BLOCKS, MOST_SPLITS = 264, 32
-_LOG2_E = math.log2(math.e)
+LOG2_E = math.log2(math.e)
 
 
 def _refusals(call: Paged) -> list[str]:
@@ -144,6 +144,25 @@ class BlockShape:
 def _round_to_power(count: int) -> int:
     """Return the smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()
+
+
+def add_sink(
+    sink: jax.Array, top: jax.Array, total: jax.Array, accs: Sequence[jax.Array]
+) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+    """Return the state of the softmax of rows with the logit of a sink, which has no value.
+
+    Args:
+        sink: logit of each row, or of all rows.
+        top: highest score of each row, times `LOG2_E`.
+        total: sum of the weights of each row, relative to `top`.
+        accs: sums of the weighted values by column part, [rows, columns].
+    """
+    scaled_sink = sink * LOG2_E
+    highest = jnp.maximum(top, scaled_sink)
+    anchor = jnp.where(highest == -jnp.inf, 0, highest)
+    decay = jnp.exp2(top - anchor)
+    total = total * decay + jnp.exp2(scaled_sink - anchor)
+    return highest, total, [acc * decay[:, None] for acc in accs]
 
 
 def split_width(width: int) -> list[tuple[int, int]]:
@@ -409,7 +428,7 @@ def attend_block(
             scores *= read_scale(stored, page, slot, 0)[None]
         if shape.soft_cap is not None:
             scores = shape.soft_cap * jnp.tanh(scores / shape.soft_cap)
-        scores = add_distances(scores, keys) * _LOG2_E
+        scores = add_distances(scores, keys) * LOG2_E
         distance = position[:, None] - keys[None]
         allowed = real[:, None] & stored[None] & (keys[None] <= last[:, None])
         allowed &= (window <= 0) | (distance < window)
@@ -441,12 +460,8 @@ def attend_block(
         end = jnp.minimum(end, first + share)
     top, total, *accs = jax.lax.fori_loop(first, end, visit, empty)
     if sinks is not None:
-        sink = triton.load(sinks.at[head], mask=real & (split == 0), other=-jnp.inf) * _LOG2_E
-        highest = jnp.maximum(top, sink)
-        anchor = jnp.where(highest == -jnp.inf, 0, highest)
-        decay = jnp.exp2(top - anchor)
-        total, top = total * decay + jnp.exp2(sink - anchor), highest
-        accs = [acc * decay[:, None] for acc in accs]
+        sink = triton.load(sinks.at[head], mask=real & (split == 0), other=-jnp.inf)
+        top, total, accs = add_sink(sink, top, total, accs)
     divisor = jnp.where(total == 0, 1, total)
     to = at_query if sums is None else (split, *at_query)
     for (first_column, columns), acc in zip(shape.value_parts, accs, strict=True):
