@@ -124,9 +124,9 @@ def keeps_rejected_state(patch: pytest.MonkeyPatch) -> None:
     settle = DraftPlanner.settle
 
     def settle_forwards(
-        self: DraftPlanner, request: Request, row: PlanRow, sampled: Sequence[int]
+        self: DraftPlanner, request: Request, row: PlanRow, sampled: Sequence[int], taken: int
     ) -> None:
-        settle(self, request, row, sampled)
+        settle(self, request, row, sampled, taken)
         if row.states is not None:
             request.state_slot = row.states[1]
 
@@ -138,10 +138,10 @@ def keeps_old_state(patch: pytest.MonkeyPatch) -> None:
     settle = DraftPlanner.settle
 
     def settle_backwards(
-        self: DraftPlanner, request: Request, row: PlanRow, sampled: Sequence[int]
+        self: DraftPlanner, request: Request, row: PlanRow, sampled: Sequence[int], taken: int
     ) -> None:
         slot = request.state_slot
-        settle(self, request, row, sampled)
+        settle(self, request, row, sampled, taken)
         request.state_slot = slot
 
     patch.setattr(DraftPlanner, "settle", settle_backwards)
@@ -152,9 +152,9 @@ def computes_one_token_less(patch: pytest.MonkeyPatch) -> None:
     settle = DraftPlanner.settle
 
     def settle_later(
-        self: DraftPlanner, request: Request, row: PlanRow, sampled: Sequence[int]
+        self: DraftPlanner, request: Request, row: PlanRow, sampled: Sequence[int], taken: int
     ) -> None:
-        settle(self, request, row, sampled)
+        settle(self, request, row, sampled, taken)
         if len(sampled) < row.samples:
             request.num_computed = row.start + 1
 

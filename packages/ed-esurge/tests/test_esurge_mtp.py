@@ -214,6 +214,24 @@ def test_drafted_requests_have_the_answers_of_plain_decoding(
             assert one.cumulative_logprob == pytest.approx(two.cumulative_logprob, abs=1e-4)
 
 
+@pytest.mark.parametrize("max_loras", [0, 1])
+def test_new_weights_are_also_those_of_the_layer(max_loras: int, make_llama, tokenizer) -> None:
+    """Copied and lent weights, after which the proposals are those of the new model."""
+    old, new, lent = (make_llama(mtp_head="new", seed=seed) for seed in (0, 5, 6))
+    engine = start(old, tokenizer, max_loras=max_loras)
+    engine.generate(PROMPTS, GREEDY)
+    draft: Any = engine.loop.scheduler.proposer
+    engine.update_model_weights(new)
+    assert check_proposals(engine, Definition(new), PROMPTS) > 15
+    with engine.weights(lent):
+        assert check_proposals(engine, Definition(lent), PROMPTS) > 15
+    assert not draft.runner.weights.there
+    engine.update_model_weights(new)
+    engine.sleep(level=1)
+    engine.wake_up()
+    assert check_proposals(engine, Definition(new), PROMPTS) > 15
+
+
 def test_model_without_layer_raises_error(make_llama) -> None:
     with pytest.raises(ConfigError, match="mtp_head='stored'"):
         start(make_llama())

@@ -32,7 +32,7 @@ def speculating(surge, oracle, monkeypatch):
     """A function that runs requests with and without the oracle, and returns the proposer and both
     numbers of steps."""
 
-    def run(prompts, params, most: int = 3):
+    def run(prompts, params, most: int = 3, propose=None):
         plain = surge.generate(prompts, params)
         surge.loop.scheduler.pages.forget_prefixes()
         before = surge.stats()["num_steps"]
@@ -40,6 +40,8 @@ def speculating(surge, oracle, monkeypatch):
         between = surge.stats()["num_steps"]
         surge.loop.scheduler.pages.forget_prefixes()
         proposer = oracle(most, plain)
+        if propose is not None:
+            proposer.propose = propose
         monkeypatch.setattr(surge.loop.scheduler, "proposer", proposer)
         compiled = surge.stats()["num_compiled"]
         same(surge.generate(prompts, params), plain)
@@ -73,6 +75,21 @@ def test_requests_finish_inside_accepted_draft_tokens(speculating, surge, prompt
         GREEDY.replace(logprobs=None, max_tokens=1),
     ):
         speculating(prompts[1], params)
+
+
+def test_tokens_after_the_end_are_not_counted_as_accepted(speculating, surge, prompts):
+    """The first step with proposals has the tokens 1 to 3, and token 2 ends the request."""
+    whole = surge.generate(prompts[1], GREEDY)[0].outputs[0].token_ids
+    assert whole[2] not in whole[:2]
+
+    def propose_whole(request, most):
+        done = len(request.output)
+        return whole[done : done + most]
+
+    params = GREEDY.replace(stop_token_ids=(whole[2],))
+    proposer, _, _ = speculating(prompts[1], params, propose=propose_whole)
+    assert (proposer.num_draft_tokens, proposer.num_accepted_tokens) == (3, 2)
+    assert proposer.accepted_per_pos == [1, 1, 0]
 
 
 ADJUSTED = {

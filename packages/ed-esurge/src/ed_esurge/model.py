@@ -6,8 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
-import jax
-import jax.numpy as jnp
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
 from ed_infra.logging import get_logger, once
@@ -15,7 +13,6 @@ from ed_infra.package_files import get_source_name
 from ed_layers import native
 from ed_layers.cache.spec import LayerCacheSpec, group_layers
 from ed_models.adapters.slots import with_slots
-from ed_models.body.mtp import as_draft
 from ed_models.checkpoints.embedding_settings import EmbeddingSettings
 from ed_models.generation.prompts import is_encoder_decoder
 from ed_models.modalities.items import EncoderItems, ItemArrays, get_modality, used_items
@@ -316,51 +313,6 @@ def eos_token_ids(
             "ignored",
         )
     return frozenset(int(token) for token in ends.difference(invalid_ids))
-
-
-def drafting(
-    config: EngineConfig, draft: LanguageModel | None, model: LanguageModel
-) -> LanguageModel | None:
-    """Return the draft model for serving, or None without one.
-
-    Args:
-        config: the engine's options.
-        draft: the user's draft model; None = the model of `speculative_config`.
-        model: the served model. A loaded draft model receives its dtypes and mesh.
-
-    Raises:
-        ConfigError: the method is not compatible with the draft model.
-    """
-    speculative_config = config.speculative_config
-    if draft is None and speculative_config is not None and speculative_config.method == "mtp":
-        return as_draft(model)
-    uses_draft_model = speculative_config is not None and speculative_config.method == "draft_model"
-    if draft is not None and not uses_draft_model:
-        raise ConfigError(
-            "a draft_model has no effect without its method: add "
-            'speculative_config={"method": "draft_model"}'
-        )
-    if speculative_config is None or not uses_draft_model:
-        return None
-    if draft is None:
-        if speculative_config.model is None:
-            raise ConfigError(
-                "speculative_config with method draft_model requires a model: set `model` to its "
-                "directory or hub id, or pass draft_model to eSurge"
-            )
-        from ed_models.checkpoints import hub
-
-        dtypes = {leaf.dtype for leaf in jax.tree.leaves(nnx.state(cast(nnx.Module, model)))}
-        floats = sorted({d.name for d in dtypes if jnp.issubdtype(d, jnp.floating)})
-        dtype = floats[0] if len(floats) == 1 else "float32"
-        loaded = hub.from_pretrained(
-            speculative_config.model,
-            dtype=dtype,
-            param_dtype=dtype,
-            sharding_axis_dims=model.config.sharding_axis_dims,
-        )
-        draft = cast(LanguageModel, loaded)
-    return served_model(draft)
 
 
 def placed_items(

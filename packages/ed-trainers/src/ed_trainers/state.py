@@ -342,8 +342,8 @@ def select_parameters(
     Without a loss of the MTP layer, weight decay alone would change the layer.
     """
     rules = arguments.trained_parameters
-    is_trained = getattr(arguments, "mtp_loss_weight", 0.0) > 0
-    if rules or is_trained or not hasattr(model, MTP) or has_lora(cast(nnx.Module, model)):
+    has_layer = hasattr(model, MTP) and not has_lora(cast(nnx.Module, model))
+    if rules or arguments.trains_mtp or not has_layer:
         return rules
     return ((rf"^{MTP}\.", False), ("", True))
 

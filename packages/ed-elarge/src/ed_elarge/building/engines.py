@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
 
+from ed_elarge.config.run_config import RunConfig
 from ed_elarge.model import eLargeModel
 
 if TYPE_CHECKING:
@@ -29,6 +30,18 @@ def served_task(directory: Path, default: TaskType) -> TaskType:
         task = TaskType.EMBEDDING
     tasks = registry.list_tasks(hub.read_config(directory).model_type)
     return task if task in tasks else default
+
+
+def list_mtp_fields(run: RunConfig) -> dict[str, str]:
+    """Return the fields of the model's configuration that training or the kind of drafts needs."""
+    fields = dict[str, str]()
+    if run.esurge is not None and run.esurge.speculative_config is not None:
+        from ed_esurge.runner.drafts import DRAFT_KINDS
+
+        fields |= DRAFT_KINDS[run.esurge.speculative_config.method].config_fields
+    if run.trainer is not None and run.trainer.trains_mtp:
+        fields["mtp_head"] = "new"
+    return fields
 
 
 def build_engine(elm: eLargeModel) -> eSurge | SpeechEngine:

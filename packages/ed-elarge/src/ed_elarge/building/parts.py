@@ -22,7 +22,7 @@ from ed_trainers.options.supervised import ClassifierArguments
 
 from ed_elarge.building import media
 from ed_elarge.building.dtypes import list_dtypes, trains_adapters_only
-from ed_elarge.building.engines import served_task
+from ed_elarge.building.engines import list_mtp_fields, served_task
 from ed_elarge.building.read_fields import add_read_fields
 from ed_elarge.building.stored_config import (
     count_embedding_rows,
@@ -240,7 +240,7 @@ def _new_model(elm: eLargeModel) -> CausalLM:
 
     run, tokens = elm.config, elm.build_tokenizer()
     tokenizer_fields = {} if tokens is None else _get_tokenizer_fields(run, tokens)
-    config = new_config(run, tokenizer_fields, {**choose_run_layout(run), **run.mtp_fields})
+    config = new_config(run, tokenizer_fields, {**choose_run_layout(run), **list_mtp_fields(run)})
     with run.blame("model", "config"):
         vocab_size = config.get_text_config().vocab_size if tokenizer_fields else 0
         if tokens is not None and tokenizer_fields and vocab_size < count_ids(tokens):
@@ -278,8 +278,9 @@ def _load(run: RunConfig) -> CausalLM:
     from ed_models.checkpoints.checks import detect_task
 
     section = _model_section(run)
-    changes = {**choose_run_layout(run), "sharding_axis_names": run.sharding.axis_names}
-    changes |= run.mtp_fields | {field: value for field, (_, value) in run.config_fields().items()}
+    changes = {**choose_run_layout(run), **list_mtp_fields(run)}
+    changes["sharding_axis_names"] = run.sharding.axis_names
+    changes |= {field: value for field, (_, value) in run.config_fields().items()}
     dims = changes.pop("sharding_axis_dims", run.sharding.axis_dims)
     with run.blame("model", "name_or_path"):
         local = hub.resolve(str(section.name_or_path), revision=section.extra_kwargs.revision)

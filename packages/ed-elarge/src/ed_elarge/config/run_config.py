@@ -360,15 +360,6 @@ class RunConfig:
         """Whether the sections that determine `task` are valid; otherwise `task` is a default."""
         return not (self.is_broken("model") or self.is_broken("trainer"))
 
-    @property
-    def mtp_fields(self) -> dict[str, Any]:
-        """The default of `mtp_head`: the MTP layer is loaded if a section needs it."""
-        if getattr(self.trainer, "mtp_loss_weight", 0.0) > 0:
-            return {"mtp_head": "new"}
-        speculative_config = None if self.esurge is None else self.esurge.speculative_config
-        needs_layer = speculative_config is not None and speculative_config.method == "mtp"
-        return {"mtp_head": "stored"} if needs_layer else {}
-
     def config_fields(self) -> dict[str, tuple[ValuePath, Any]]:
         """Return field of the model's configuration -> (the key that sets it, the value).
 

@@ -17,6 +17,9 @@ from ed_elarge.config.run_config import RunConfig
 from ed_elarge.config.sections import add_rollout_defaults
 from ed_elarge.plan.quantized import PlannedCodes
 
+#: Methods of `speculative_config` without a model and without memory on the device.
+_DRAFTS_OF_TEXT = ("ngram", "suffix")
+
 
 @dataclass(frozen=True)
 class StepForm:
@@ -222,7 +225,7 @@ def serving(run: RunConfig) -> Serving:
     if options.max_loras:
         raise ConfigError("elarge plan does not know esurge.max_loras: omit it")
     speculative_config = options.speculative_config
-    if speculative_config is not None and speculative_config.method in ("draft_model", "mtp"):
+    if speculative_config is not None and speculative_config.method not in _DRAFTS_OF_TEXT:
         raise ConfigError(
             "elarge plan does not know the memory of drafts by a model or by an MTP layer: omit "
             "esurge.speculative_config"

@@ -156,6 +156,7 @@ def served_engine(arguments: ModelArguments) -> eSurge | SpeechEngine:
     keep_compiled_programs()
     from ed_esurge.engine import eSurge
     from ed_esurge.model import choose_layout
+    from ed_esurge.runner.drafts import DRAFT_KINDS
 
     dtype = arguments.dtype
     if dtype == "auto":
@@ -182,8 +183,8 @@ def served_engine(arguments: ModelArguments) -> eSurge | SpeechEngine:
     if task == TaskType.BASE_MODULE:  # a body without a head returns embeddings
         task = TaskType.EMBEDDING
     speculative_config = arguments.engine.speculative_config
-    if speculative_config is not None and speculative_config.method == "mtp":
-        fields = {"mtp_head": "stored", **fields}
+    if speculative_config is not None:
+        fields = {**DRAFT_KINDS[speculative_config.method].config_fields, **fields}
     loading: dict[str, Any] = {
         "dtype": dtype,
         "param_dtype": dtype,

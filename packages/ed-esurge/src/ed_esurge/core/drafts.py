@@ -118,14 +118,15 @@ class DraftPlanner:
             if (source, target) != (row.slot, row.slot):
                 rows[name] = row._replace(states=(source, target))
 
-    def settle(self, request: Request, row: PlanRow, sampled: Sequence[int]) -> None:
+    def settle(self, request: Request, row: PlanRow, sampled: Sequence[int], taken: int) -> None:
         """Process the results of a row that samples. `Request.take` has appended the tokens.
 
         Args:
             sampled: accepted tokens of the row, at least one.
+            taken: number of appended tokens. A request ends before the tokens after its end.
         """
         if row.samples > 1:
-            self.proposer.count(request, row.samples - 1, len(sampled) - 1)
+            self.proposer.count(request, row.samples - 1, min(len(sampled) - 1, taken))
             if self._second_states is not None:
                 if len(sampled) < row.samples:
                     request.num_computed = row.start

@@ -11,7 +11,7 @@ lists all. `DraftLength` chooses the number of proposals for each request.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from tqdm import tqdm
@@ -184,7 +184,14 @@ class DraftKind:
         follow: creates the proposer of a kind with a draft model from the runner of the draft
             model, the runner of the served model, the options, and the maximum number of tokens in
             a step.
+        derive: returns the draft model from the served model, with arrays of that model; None = the
+            user names the draft model.
+        reads_hidden: whether the draft model reads the hidden states of the served model.
+        config_fields: fields of the configuration with which the served model is loaded.
     """
 
     create: Callable[[SpeculativeConfig], Proposer] | None
     follow: Callable[..., Proposer] | None = None
+    derive: Callable[..., object] | None = None
+    reads_hidden: bool = False
+    config_fields: Mapping[str, str] = field(default_factory=dict)

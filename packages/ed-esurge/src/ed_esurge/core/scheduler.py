@@ -340,7 +340,7 @@ class Scheduler:
                 if plan.steps > 1 or plan.ahead:
                     self.pages.share(request, row.start, request.num_computed)
                 if self.drafts is not None:
-                    self.drafts.settle(request, row, tokens)
+                    self.drafts.settle(request, row, tokens, token_counts[row.request_id])
             elif request.max_tokens == 0 and row.stop == request.num_tokens:
                 token_counts[row.request_id] = 0
                 request.finish_reason = "stop" if request.pooled else "length"

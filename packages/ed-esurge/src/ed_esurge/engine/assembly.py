@@ -27,13 +27,13 @@ from ed_esurge.engine.setup import Setup
 from ed_esurge.engine.transport import MultiProcess, SingleProcess, Transport
 from ed_esurge.grammars.store import Grammars
 from ed_esurge.model import (
-    drafting,
     get_processes,
     is_encoder,
     over_processes,
     served_model,
     with_places,
 )
+from ed_esurge.runner.drafts import resolve_draft
 from ed_esurge.runner.protocol import Runner
 from ed_esurge.tokenizer import Tokenizer
 
@@ -63,7 +63,7 @@ def loop_over(
         ConfigError: see `Setup`; or the mesh has no axis `data_parallelism_axis`.
     """
     model = served_model(model)
-    draft = drafting(config, draft, model)
+    draft = resolve_draft(config, draft, model)
     meshes = replica_meshes(model, config)
     shared = over_processes(model)
     transport: Transport = MultiProcess() if shared else SingleProcess()

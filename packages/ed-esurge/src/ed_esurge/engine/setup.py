@@ -342,7 +342,11 @@ class Setup:
         items = None if is_draft else self.items
         rows = 0 if items is None or self.encoder is None else self.encoder[0]
         speculative_config = self.config.speculative_config
-        reads_hidden = speculative_config is not None and speculative_config.method == "mtp"
+        reads_hidden = (
+            is_draft
+            and speculative_config is not None
+            and DRAFT_KINDS[speculative_config.method].reads_hidden
+        )
         return {
             "page_size": self.config.page_size,
             "num_pages": num_pages,
@@ -353,7 +357,7 @@ class Setup:
             "items": items,
             "encoder_length": None if is_draft else self.encoder_length,
             "second_states": bool(self.buckets.drafts) and not is_draft,
-            "hidden_rows": self.buckets.shapes[-1].tokens if is_draft and reads_hidden else 0,
+            "hidden_rows": self.buckets.shapes[-1].tokens if reads_hidden else 0,
             "records": self.records,
         }
 

@@ -7,6 +7,8 @@ accepted tokens with the hidden states of that step. The first proposal follows 
 Each further proposal follows from the pair of the layer's own hidden state and the proposal before;
 the next step of the served model replaces these pairs.
 
+New weights of the served model are also those of the layer.
+
 The last pair of a page depends on the first token of the next page. Sequences that share a page may
 differ in that token, so their proposals may differ from those without shared pages. Tokens do not.
 """
@@ -20,6 +22,7 @@ from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
+from ed_models.body.mtp import as_draft, select_draft_state
 from tqdm import tqdm
 
 from ed_esurge.config import SpeculativeConfig
@@ -50,6 +53,7 @@ class MTPDrafts(DraftModel):
         super().__init__(runner, config, token_budget)
         self._served = served
         served.keeps_hidden = runner.keeps_hidden = True
+        served.weights.add_follower(runner.weights, select_draft_state)
         self._first = dict[str, int]()  # flat index of the first token of each row
 
     def observe(self, plan: StepPlan, requests: Mapping[str, Request]) -> None:
@@ -123,4 +127,10 @@ def fill_table(hidden: jax.Array, rows: int) -> jax.Array:
     return jnp.pad(hidden, ((0, rows - hidden.shape[0]), (0, 0)))
 
 
-MTP_KIND = DraftKind(None, MTPDrafts)
+MTP_KIND = DraftKind(
+    None,
+    MTPDrafts,
+    derive=as_draft,
+    reads_hidden=True,
+    config_fields={"mtp_head": "stored"},
+)

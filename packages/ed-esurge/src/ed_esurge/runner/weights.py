@@ -5,6 +5,7 @@ Compiled functions accept the arrays as one flat list and rebuild the model from
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
@@ -82,10 +83,22 @@ class ServedWeights:
         self._never_packed = min(range(len(leaves)), key=lambda i: leaves[i].ndim)
         self._asleep: list[HostParts] | None = None  # in host memory
         self._finite: bool | None = None  # computed on demand
+        self._followers: list[tuple[ServedWeights, Callable[[nnx.State], nnx.State]]] = []
         self.like: list[jax.ShapeDtypeStruct] = [*self._like_own, *abstract(self._places)]
         """Shapes, dtypes and shardings of `leaves`."""
         # The model without its arrays, so that replaced weights are freed.
         self.model = self.merge_leaves(self.like)
+
+    def add_follower(
+        self, follower: ServedWeights, select: Callable[[nnx.State], nnx.State]
+    ) -> None:
+        """Give another model, which shares arrays with this one, the same weights from now on.
+
+        Args:
+            follower: the weights of the other model.
+            select: returns its state from the state of this model.
+        """
+        self._followers.append((follower, select))
 
     def merge_leaves(self, leaves: list[jax.Array] | list[jax.ShapeDtypeStruct]) -> LanguageModel:
         """Return the model with the given leaves."""
@@ -173,6 +186,9 @@ class ServedWeights:
 
         likes = self._like_own if self._given is None else self._given.likes
         own_leaves = [place(*pair) for pair in zip(likes, leaves, strict=True)]
+        treedef = self._treedef if self._given is None else self._given.treedef
+        for follower, select in self._followers:
+            follower.replace(select(jax.tree.unflatten(treedef, own_leaves)), copy=False)
         self._own = own_leaves if self._given is None else self._given.pack_leaves(own_leaves)
         self._asleep = None
         self._finite = None
@@ -187,6 +203,8 @@ class ServedWeights:
     def drop(self) -> None:
         """Release the weights."""
         self._own = self._asleep = None
+        for follower, _ in self._followers:
+            follower.drop()
 
     def to_host(self) -> None:
         """Move the weights from device memory to host memory. Each process keeps the parts that its
@@ -197,6 +215,8 @@ class ServedWeights:
         """
         self._asleep = [get_host_parts(leaf) for leaf in self.leaves[: len(self._like_own)]]
         self._own = None
+        for follower, _ in self._followers:
+            follower.to_host()
 
     def from_host(self) -> None:
         """Move the weights of `to_host` back to the device. No effect without such weights."""
@@ -204,6 +224,8 @@ class ServedWeights:
             pairs = zip(self._like_own, self._asleep, strict=True)
             self._own = [from_parts(like, parts) for like, parts in pairs]
             self._asleep = None
+        for follower, _ in self._followers:
+            follower.from_host()
 
     # ---- slots of adapters
 

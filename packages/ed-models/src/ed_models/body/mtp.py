@@ -200,3 +200,14 @@ def as_draft(model: LanguageModel) -> LanguageModel:
     del draft.mtp
     draft.model = body
     return draft
+
+
+def select_draft_state(state: nnx.State) -> nnx.State:
+    """Return the state of the model of `as_draft` from the state of its language model."""
+    leaves: list[tuple[tuple[Any, ...], Any]] = []
+    for path, value in nnx.to_flat_state(state):
+        if path[0] == MTP:
+            leaves.append((("model", *path[1:]), value))
+        elif path[0] != "model" or path[1] == "embed_tokens":
+            leaves.append((path, value))
+    return nnx.from_flat_state(leaves)

@@ -369,6 +369,11 @@ class TrainingArguments(Options):
         return ((self.frozen_parameters, False), ("", True))
 
     @property
+    def trains_mtp(self) -> bool:
+        """Whether a loss trains the MTP layer of the model."""
+        return False
+
+    @property
     def simulated_format(self) -> EasyDeLQuantizationConfig | None:
         """The format in which products read the trained matrices; None: unrounded."""
         name, bits = self.quantization_mode, self.quantization_bits

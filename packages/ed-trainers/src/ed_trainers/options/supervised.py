@@ -57,6 +57,11 @@ class SFTArguments(NoiseArguments, NextTokenArguments):
     """`nll`: the cross-entropy. `dft` (dynamic fine-tuning, arXiv:2508.05629): the cross-entropy of
     each token times its probability, without gradient through the probability, in training only."""
 
+    @property
+    def trains_mtp(self) -> bool:
+        """See `TrainingArguments`."""
+        return self.mtp_loss_weight > 0
+
     @field_validator("loss_type")
     @classmethod
     def _has_no_further_terms(cls, value: str, info: ValidationInfo) -> str:
