@@ -11,6 +11,7 @@ import pytest
 from ed_esurge.server.launch import background
 from ed_esurge.server.messages.blocks import CHANGING_BLOCKS
 from ed_esurge.testing import ScriptedEngine, byte_tokenizer
+from ed_infra.errors import ConfigError
 
 TEMPLATE = (
     "{% for t in tools or [] %}[tool {{ t.function.name }}]{% endfor %}{% for m in messages %}"
@@ -333,3 +334,72 @@ def test_documents_of_unreadable_sources_name_the_way_out(http):
 def test_pictures_of_this_file_are_valid():
     pillow = pytest.importorskip("PIL.Image")
     assert pillow.open(io.BytesIO(base64.b64decode(PNG))).size == (1, 1)
+
+
+#: A system prompt with two lines that change with each request.
+SYSTEM = "You write code.\nCurrent date: {0}\nBe brief.\n<branch>{0}</branch>"
+
+
+@pytest.fixture(scope="module")
+def patterns_http():
+    engine = Recorder()
+    with (
+        background(engine, volatile_lines=["^Current date: ", "<branch>"]) as url,
+        httpx.Client(base_url=url) as client,
+    ):
+        yield client, engine
+
+
+@pytest.mark.parametrize("as_parts", [False, True])
+@pytest.mark.parametrize("route", ["chat/completions", "messages", "responses"])
+def test_volatile_lines_stand_behind_the_stable_text_in_every_api(patterns_http, route, as_parts):
+    http, engine = patterns_http
+    prompts = []
+    for day in ("Monday", "Friday"):
+        system = SYSTEM.format(day)
+        turns = [
+            {"role": "user", "content": "Hi."},
+            {"role": "assistant", "content": "Yes?"},
+            {"role": "user", "content": "Go on."},
+        ]
+        body: dict = {"model": "scripted", "max_tokens": 20}
+        if route == "messages":
+            body["system"] = [{"type": "text", "text": system}] if as_parts else system
+            body["messages"] = turns
+        else:
+            kind = "input_text" if route == "responses" else "text"
+            content = [{"type": kind, "text": system}] if as_parts else system
+            turns = [{"role": "system", "content": content}, *turns]
+            body["input" if route == "responses" else "messages"] = turns
+        answer = http.post(f"/{route}", json=body)
+        assert answer.status_code == 200, answer.text
+        prompts.append(engine.prompt)
+        assert engine.prompt.count(day) == 2
+    first, second = prompts
+    equal = next(at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    assert first[:equal].endswith("Go on.\nCurrent date: ")
+    assert "You write code.\nBe brief.[user]" in first[:equal]
+
+
+def test_volatile_lines_move_to_the_last_message_that_the_model_does_not_write(patterns_http):
+    http, engine = patterns_http
+    system = {"role": "system", "content": SYSTEM.format("Monday")}
+    body = {"model": "scripted", "messages": [system, {"role": "assistant", "content": "a"}]}
+    assert http.post("/chat/completions", json=body).status_code == 200
+    assert SYSTEM.format("Monday") in engine.prompt  # no message follows
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    body["messages"] = [
+        system,
+        {"role": "user", "content": "Current date: 3"},  # no system message: it stays
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "result"},
+    ]
+    assert http.post("/chat/completions", json=body).status_code == 200
+    assert "Current date: 3[assistant]" in engine.prompt
+    assert "result\nCurrent date: Monday\n<branch>Monday</branch>" in engine.prompt
+
+
+@pytest.mark.parametrize("pattern", ["(", "(?=a)b", r"(a)\1"])
+def test_pattern_that_is_not_linear_is_refused_at_the_start(pattern):
+    with pytest.raises(ConfigError, match=r"volatile_lines.*no regular expression of Rust"):
+        background(ScriptedEngine(), volatile_lines=[pattern]).__enter__()

@@ -84,6 +84,7 @@ ACCESS = {
             "POST /tokenize",
             "POST /detokenize",
             "GET /tokenizer_info",
+            "GET /v1/prefix/{id}",
             "GET /is_sleeping",
             "GET /openapi.json",
             "GET /props",
@@ -218,6 +219,8 @@ def test_routes_reject_requests_without_the_required_key(http, route):
 def test_objects_of_other_keys_are_not_found(http):
     """Tests every kind of stored object with every route that accepts its id."""
     stored = http.post("/v1/responses", json={"input": "a"}, headers=ANN).json()["id"]
+    asked = http.post("/v1/completions", json={"prompt": "a"}, headers=ANN).headers["x-request-id"]
+    assert http.get(f"/v1/prefix/{asked}", headers=ANN).status_code == 200
     body = {"prompt": "a", "max_tokens": 2}
     row = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
     file = put_file(http, ANN, json.dumps(row).encode()).json()["id"]
@@ -226,6 +229,7 @@ def test_objects_of_other_keys_are_not_found(http):
     load = {"lora_name": "private", "lora_path": "mine", "owner": "Ann"}
     assert http.post("/v1/load_lora_adapter", json=load, headers=ADMIN).status_code == 200
     foreign = {
+        "prompt": [("GET", f"/v1/prefix/{asked}", {})],
         "response": [
             ("GET", f"/v1/responses/{stored}", {}),
             ("DELETE", f"/v1/responses/{stored}", {}),
@@ -252,29 +256,18 @@ def test_objects_of_other_keys_are_not_found(http):
             ("GET", "/tokenizer_info?model=private", {}),
         ],
     }
-    for kind, asked in foreign.items():
-        for method, path, sent in asked:
+    names = f"{stored}|{asked}|{file}|{batch}|private"
+    for kind, calls in foreign.items():
+        for method, path, sent in calls:
             known = {"headers": BOB} | ({"json": sent} if method == "POST" else {})
             answer = http.request(method, path, **known)
             assert answer.status_code == 404, (kind, path, answer.text)
             # The answer equals the answer for an unknown id.
-            other = http.request(
-                method,
-                re.sub(f"{stored}|{file}|{batch}|private", "none", path),
-                **{
-                    **known,
-                    **(
-                        {
-                            "json": json.loads(
-                                re.sub(f"{stored}|{file}|{batch}|private", "none", json.dumps(sent))
-                            )
-                        }
-                        if sent
-                        else {}
-                    ),
-                },
-            )
-            name = re.compile(f"{stored}|{file}|{batch}|private|none")
+            unknown = re.sub(names, "none", json.dumps([path, sent]))
+            path, sent = json.loads(unknown)
+            known = {"headers": BOB} | ({"json": sent} if method == "POST" else {})
+            other = http.request(method, path, **known)
+            name = re.compile(f"{names}|none")
             assert name.sub("X", answer.text) == name.sub("X", other.text)
     assert "private" not in http.get("/v1/models", headers=BOB).text
     for path in ("/v1/files", "/v1/batches"):

@@ -232,6 +232,7 @@ def _prompts(
         vocab_size=engine.vocab_size,
         chat_template=chat_template,
         oai_like_processor=options.oai_like_processor,
+        volatile_lines=options.volatile_lines,
         encoder_decoder=getattr(engine, "task", None) == TaskType.SEQUENCE_TO_SEQUENCE,
     )
 

@@ -21,7 +21,7 @@ from ed_esurge.server.openai import (
     tokens,
     transcriptions,
 )
-from ed_esurge.server.operations import admin, health, weights
+from ed_esurge.server.operations import admin, health, prefixes, weights
 from ed_esurge.server.responses import endpoint as responses
 from ed_esurge.server.routing import Endpoint
 
@@ -43,6 +43,7 @@ ENDPOINTS = (
     *transcriptions.ENDPOINTS,
     *batches.ENDPOINTS,
     *tokens.ENDPOINTS,
+    *prefixes.ENDPOINTS,
     *admin.ENDPOINTS,
     *weights.ENDPOINTS,
     *health.ENDPOINTS,

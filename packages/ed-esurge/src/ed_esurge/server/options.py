@@ -21,12 +21,14 @@ from pydantic import (
     Field,
     InstanceOf,
     SecretStr,
+    StringConstraints,
     Tag,
     TypeAdapter,
     ValidationError,
     model_validator,
 )
 from pydantic.json_schema import SkipJsonSchema
+from pydantic_core import SchemaError
 
 from ed_esurge.config import ApiKey, SamplingDefaults, ServerLimits, UnknownFields
 from ed_esurge.replies.reasoning_formats import REASONING_FORMATS
@@ -102,6 +104,26 @@ def _read_adapter(entry: object) -> tuple[str, str]:
     return name, path
 
 
+def _check_patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
+    for pattern in patterns:
+        compile_pattern(pattern)
+    return patterns
+
+
+def compile_pattern(pattern: str) -> Callable[[str], bool]:
+    """Return a function that finds a regular expression in a text, in linear time.
+
+    Raises:
+        ValueError: the expression is invalid, or has look-around or back references.
+    """
+    try:
+        adapter = TypeAdapter(Annotated[str, StringConstraints(pattern=pattern)])
+    except SchemaError as error:
+        reason = str(error).rpartition("error: ")[2].strip()
+        raise ValueError(f"{pattern!r} is no regular expression of Rust: {reason}") from None
+    return adapter.validator.isinstance_python
+
+
 def _check_keep_alive(value: str | float) -> str | float:
     parse_keep_alive(value)
     return value
@@ -110,6 +132,7 @@ def _check_keep_alive(value: str | float) -> str | float:
 OptionText = Annotated[str, BeforeValidator(_convert_path), Field(min_length=1)]
 OptionTexts = Annotated[tuple[OptionText, ...], BeforeValidator(_convert_single)]
 Secret = Annotated[SecretStr, Field(min_length=1)]
+LinePatterns = Annotated[OptionTexts, Field(max_length=64), AfterValidator(_check_patterns)]
 ServerKey = Annotated[
     Annotated[Secret, Tag("key")] | Annotated[ApiKey, Tag("digest")], Discriminator(_get_key_kind)
 ]
@@ -162,6 +185,10 @@ class AppOptions(Options):
     trust_request_chat_template: bool = False
     """Accept the field `chat_template` of chat requests. These templates run in Jinja's sandbox,
     but can use much processor time and memory."""
+    volatile_lines: LinePatterns = ()
+    """Regular expressions of lines that change with each request, such as a date. Lines of system
+    messages in which one occurs are moved to the end of the last message, so that the tokens before
+    it stay in the prefix cache. Syntax of Rust, in linear time."""
     enable_function_calling: bool = True
     """False: requests with tools are rejected."""
     tool_parser_name: Annotated[str, choice("tool parser", ("auto", "none", *TOOL_FORMATS))] = (

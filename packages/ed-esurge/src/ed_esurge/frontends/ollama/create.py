@@ -105,7 +105,7 @@ async def _create_model(server: ServedModels, body: CreateRequest, request: Requ
     if body.stream:
         limits = server.state.limits
         lifetime = RequestLifetime(request, server.state.stopping, limits.request_timeout)
-        return await lifetime.respond(events(), {}, LINES)
+        return await lifetime.respond(events(), form=LINES)
     return JSONResponse({"status": "success"})
 
 

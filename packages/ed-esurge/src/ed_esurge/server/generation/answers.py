@@ -192,6 +192,36 @@ class ModelList(AnswerBody):
     has_more: Literal[False] = False
 
 
+class NearestPrompt(AnswerBody):
+    """The earlier prompt with the most equal tokens at the beginning, with its answer."""
+
+    id: str
+    equal_tokens: int
+    seconds_before: float
+
+
+class PrefixUse(AnswerBody):
+    """How a prompt used the prefix cache. The texts are those before the first token that differs,
+    and from there, in the prompt and in the nearest one."""
+
+    id: str
+    prompt_tokens: int
+    cached_tokens: int | None
+    page_size: int
+    nearest: NearestPrompt | None
+    text_before: str
+    text: str
+    nearest_text: str
+    reason: str
+
+
+class PrefixReport(AnswerBody):
+    """Answer of `GET /v1/prefix/{id}`: the prompts of a request."""
+
+    object: Literal["list"]
+    data: list[PrefixUse]
+
+
 class TokenizedText(AnswerBody):
     """Answer of `POST /tokenize`."""
 

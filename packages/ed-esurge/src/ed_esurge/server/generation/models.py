@@ -6,8 +6,11 @@ import asyncio
 import copy
 import time
 import uuid
+from array import array
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -19,6 +22,7 @@ from starlette.requests import Request
 
 from ed_esurge.config import ApiKey, SamplingDefaults
 from ed_esurge.core.adapters import LoadedAdapter
+from ed_esurge.core.request import reads_prefixes
 from ed_esurge.engine.intake import (
     CheckedPrompt,
     ContextLengthError,
@@ -53,8 +57,62 @@ from ed_esurge.server.options import AppOptions
 from ed_esurge.server.stores import ResponseStore
 from ed_esurge.server.tracing import RequestSpan, Tracing
 
+#: Number of prompts, and of their tokens, that a server remembers to explain missed prefixes.
+RECENT_PROMPTS, RECENT_TOKENS = 128, 2**20
 # Numbers of a vector before the first vector of the model is known.
 _WIDTH = 1024
+
+
+@dataclass(slots=True)
+class RecentPrompt:
+    """A prompt of the engine, from which `operations.prefixes` explains the use of the cache.
+
+    Attributes:
+        label: name of the prompt in the log: the request id, or request id and index.
+        model: name of the model.
+        owner: the key of the request, see `http.auth.get_owner`.
+        variant: adapter and `cache_salt`, whose prompts do not share pages.
+        reads_prefixes: whether the request may use the prefix cache.
+        items: start and key of each item of an encoder, such as an image.
+        tokens: token ids of the prompt, and of its first answer so far.
+        size: number of tokens of the prompt.
+        time: time of arrival, in seconds.
+        cached_tokens: number of prompt tokens read from the cache; None before the first output.
+    """
+
+    label: str
+    model: str
+    owner: str
+    variant: tuple[str | None, str | None]
+    reads_prefixes: bool
+    items: tuple[tuple[int, bytes], ...]
+    tokens: array[int]
+    size: int
+    time: float
+    cached_tokens: int | None = None
+
+    def add(self, output: RequestOutput) -> None:
+        """Add new tokens of the answer."""
+        self.cached_tokens = output.num_cached_tokens
+        if output.outputs:
+            self.tokens.extend(output.outputs[0].token_ids)
+
+
+class RecentPrompts:
+    """The last `RECENT_PROMPTS` prompts, of at most `RECENT_TOKENS` tokens; the oldest first."""
+
+    def __init__(self) -> None:
+        self._prompts: deque[RecentPrompt] = deque(maxlen=RECENT_PROMPTS)
+
+    def __iter__(self) -> Iterator[RecentPrompt]:
+        return iter(tuple(self._prompts))
+
+    def add(self, prompt: RecentPrompt) -> None:
+        """Add a prompt, and drop the oldest beyond the limits."""
+        self._prompts.append(prompt)
+        tokens = sum(len(one.tokens) for one in self._prompts)
+        while tokens > RECENT_TOKENS:
+            tokens -= len(self._prompts.popleft().tokens)
 
 
 class ServerState:
@@ -74,6 +132,7 @@ class ServerState:
         responses: the stored responses.
         detached: the unfinished responses without a connection.
         all_models: returns the models of the server.
+        recent_prompts: the last prompts of all models.
         is_model: returns whether a name belongs to a model, loaded or not, or to a derived model.
     """
 
@@ -99,6 +158,7 @@ class ServerState:
         self.draining = False
         self.stopping = asyncio.Event()
         self.responses = ResponseStore(limits.max_stored_responses)
+        self.recent_prompts = RecentPrompts()
         self.all_models: Callable[[], tuple[ServedModel, ...]] = tuple
         self.is_model: Callable[[str], bool] = lambda name: False
 
@@ -376,17 +436,36 @@ class ServedModel:
             len(prompt), params.n, span, max_tokens=params.max_tokens, adapter=self.lora_name
         )
         request_id = f"{label}-{uuid.uuid4().hex}"
+        recent_prompt = self._remember(label, prompt, params, options)
         with self._translate_errors(timer):
             deltas = self.engine.generate(prompt, params, request_id, **options)
             finished = False
             async with aclosing(deltas) as stream:
                 async for output in stream:
                     timer.observe(output)
+                    recent_prompt.add(output)
                     self._check_ended(output)
                     finished = output.finished
                     yield output
             if not finished:
                 raise engine_unavailable("the engine stopped in the middle of the request")
+
+    def _remember(
+        self, label: str, prompt: CheckedPrompt, params: SamplingParams, options: RequestOptions
+    ) -> RecentPrompt:
+        recent_prompt = RecentPrompt(
+            label=label,
+            model=self.names[0],
+            owner=self.owner,
+            variant=(self.lora_name, options.get("cache_salt")),
+            reads_prefixes=reads_prefixes(params),
+            items=tuple((item.start, item.key) for item in options.get("encoder_inputs", ())),
+            tokens=array("i", prompt.token_ids),
+            size=len(prompt),
+            time=time.monotonic(),
+        )
+        self.state.recent_prompts.add(recent_prompt)
+        return recent_prompt
 
     def check_running(self) -> None:
         """Raise APIError: 503, the engine does not run, or sleeps."""

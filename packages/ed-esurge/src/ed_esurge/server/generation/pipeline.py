@@ -46,6 +46,8 @@ from ed_esurge.server.http.streaming import OPENAI_STREAM, StreamFormat, merge_s
 
 #: Header of the answer to a truncated prompt: the number of removed tokens.
 TRUNCATED = "X-Truncated-Prompt-Tokens"
+#: Header with the number of prompt tokens read from the prefix cache.
+CACHED = "X-Cached-Prompt-Tokens"
 
 
 @dataclass(slots=True)
@@ -115,7 +117,10 @@ class RunningGeneration:
 
     @property
     def headers(self) -> dict[str, str]:
-        return answer_headers(self.request_id, self.truncated_tokens)
+        headers = answer_headers(self.request_id, self.truncated_tokens)
+        if self.times is not None:  # after the first output
+            headers[CACHED] = str(self.cached_tokens)
+        return headers
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput]]:
         """Yield the deltas of the engine, each with the index of its prompt, and count the tokens.
@@ -166,7 +171,7 @@ class RunningGeneration:
         """
         if stream:
             lifetime = self.model.lifetime(self._request)
-            return await lifetime.respond(events(), self.headers, form)
+            return await lifetime.respond(events(), lambda: self.headers, form)
         body = await build_response()
         return await answer_json(body, self.size.bytes if size is None else size(), self.headers)
 

@@ -109,6 +109,7 @@ class PromptEncoder:
         media: ChatMedia[Any],
         chat_template: str | None = None,
         oai_like_processor: bool = True,
+        volatile_lines: Sequence[str] = (),
         encoder_decoder: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
@@ -135,7 +136,12 @@ class PromptEncoder:
             TEMPLATE_THREADS, thread_name_prefix="ed-esurge-template"
         )
         self.renderer = ConversationRenderer(
-            tokenizer, template, self.template_text, self.most_characters, self._check_length
+            tokenizer,
+            template,
+            self.template_text,
+            self.most_characters,
+            self._check_length,
+            volatile_lines,
         )
 
     async def encode(

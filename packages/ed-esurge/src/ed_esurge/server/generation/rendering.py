@@ -12,6 +12,7 @@ from ed_esurge.render_time import RENDER_TIMER, TemplateTimeError
 from ed_esurge.server.generation.requests import ChatMessage
 from ed_esurge.server.generation.structured import Tool
 from ed_esurge.server.http.errors import APIError
+from ed_esurge.server.options import compile_pattern
 from ed_esurge.template import ChatTemplate, texts_in
 from ed_esurge.tokenizer import Tokenizer
 from ed_esurge.untrusted_template import (
@@ -55,6 +56,7 @@ class ConversationRenderer:
         template_text: the text of the template.
         most: limit of a text in characters.
         check_length: raises APIError for a number of characters beyond the limit.
+        volatile_lines: see `AppOptions.volatile_lines`.
 
     Attributes:
         is_slow: whether the template of the model has exceeded its processor time.
@@ -67,10 +69,12 @@ class ConversationRenderer:
         template_text: str,
         most: int,
         check_length: Callable[[int, str], None],
+        volatile_lines: Sequence[str],
     ) -> None:
         self._tokenizer, self._template, self._template_text = tokenizer, template, template_text
         self._most, self._check_length = most, check_length
         self._untrusted = UntrustedTemplates(tokenizer)
+        self._volatile_lines = [compile_pattern(pattern) for pattern in volatile_lines]
         self.is_slow = False
 
     def start(self) -> None:
@@ -129,6 +133,8 @@ class ConversationRenderer:
             APIError: 400, the conversation is too long, or the template rejects it.
         """
         texts = [message.for_template() for message in messages]
+        if self._volatile_lines:
+            move_volatile_lines(texts, self._volatile_lines)
         offered: dict[str, Any] = {}
         if options.tools:
             offered["tools"] = [tool.for_template() for tool in options.tools]
@@ -186,6 +192,49 @@ class ConversationRenderer:
             ) from None
 
 
+def move_volatile_lines(
+    messages: Sequence[dict[str, Any]], patterns: Sequence[Callable[[str], bool]]
+) -> None:
+    """Move lines of system messages to the end of the last message that the model does not write.
+
+    A conversation in which no message follows a system message remains.
+
+    Args:
+        messages: messages for the template, which are changed.
+        patterns: functions that find a pattern in a line.
+    """
+    ends = [
+        place
+        for place, message in enumerate(messages)
+        if message["role"] not in (*_SYSTEM_ROLES, "assistant")
+    ]
+    moved: list[str] = []
+    for message in messages[: ends[-1]] if ends else ():
+        if message["role"] not in _SYSTEM_ROLES:
+            continue
+        for part, key in _get_texts(message):
+            stable: list[str] = []
+            for line in part[key].split("\n"):
+                (moved if any(finds(line) for finds in patterns) else stable).append(line)
+            part[key] = "\n".join(stable)
+    if not moved:
+        return
+    last = messages[ends[-1]]
+    content = last.get("content")
+    if isinstance(content, list):
+        last["content"] = [*content, {"type": "text", "text": "\n".join(moved)}]
+    else:
+        last["content"] = "\n".join([content, *moved] if content else moved)
+
+
+def _get_texts(message: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
+    """Return the objects with a text of a message, each with the key of the text."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return [(message, "content")]
+    return [(part, "text") for part in content or () if part.get("type") == "text"]
+
+
 def _check_repetition(variables: Mapping[str, Any], messages: int) -> None:
     """Check the size of the variables, which a template may write once for each message.
 
@@ -202,6 +251,7 @@ def _check_repetition(variables: Mapping[str, Any], messages: int) -> None:
         )
 
 
+_SYSTEM_ROLES = ("system", "developer")
 _RESERVED = {
     "add_generation_prompt",
     "chat_template",

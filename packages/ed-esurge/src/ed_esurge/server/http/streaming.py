@@ -125,13 +125,16 @@ class RequestLifetime:
     async def respond(
         self,
         events: AsyncGenerator[str],
-        headers: Mapping[str, str],
+        headers: Callable[[], Mapping[str, str]] = dict,
         form: StreamFormat = OPENAI_STREAM,
     ) -> Response:
         """Answer with a stream of events.
 
         The status is sent after the first event exists, so that an error before the first token
         has its own HTTP status.
+
+        Args:
+            headers: returns the headers, when the first event exists.
         """
         try:
             first = await self.run(anext(events))
@@ -141,7 +144,7 @@ class RequestLifetime:
         if first is None:
             await events.aclose()
             return client_gone()
-        return EventStream(first, events, self, headers, form)
+        return EventStream(first, events, self, headers(), form)
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

@@ -169,7 +169,7 @@ async def _answer(
     pieces = heard(model, engine, body.file, options, label, get_client(request.scope))
     if stream:
         events = _events(pieces, TextDeltas(engine.transcriber))
-        return await lifetime.respond(events, headers)
+        return await lifetime.respond(events, lambda: headers)
 
     async def last() -> Any:
         async with aclosing(pieces) as items:

@@ -145,7 +145,7 @@ async def _start_background_response(
     if not body.stream:
         return JSONResponse(queued, headers=headers)
     return await model.lifetime(request).respond(
-        answer.follow(-1), headers, StreamFormat(_error_event)
+        answer.follow(-1), lambda: headers, StreamFormat(_error_event)
     )
 
 
@@ -262,7 +262,7 @@ async def retrieve(server: ServedModels, request: Request) -> Response:
     if starting_after >= stored.answer.count - stored.answer.ended:
         raise APIError(f"the stream has no event after {starting_after}", param="starting_after")
     return await lifetime.respond(
-        stored.answer.follow(starting_after), {}, StreamFormat(_error_event)
+        stored.answer.follow(starting_after), form=StreamFormat(_error_event)
     )
 
 
