@@ -149,3 +149,62 @@ def test_families_are_all_families_with_recurrent_states() -> None:
         if subject.task == TaskType.CAUSAL_LM and is_recurrent(subject.model)
     }
     assert recurrent == set(FAMILIES)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("model_type", ["qwen3_next", "lfm2"])
+def test_many_requests_that_end_early_leave_nothing_behind(
+    model_type: str, monkeypatch: pytest.MonkeyPatch, record_property: Any
+) -> None:
+    """2,000 requests with clients that leave, preemption and eviction."""
+    monkeypatch.setattr(setup, "STATE_SPACING", PAGE)
+    monkeypatch.setattr(setup, "STATE_INTERVAL", 2 * PAGE)
+    engine = eSurge(create(model_type, "float32"), **{**OPTIONS, "num_pages": 12})
+    scheduler = engine.loop.scheduler
+    assert scheduler.states is not None
+    rng = np.random.default_rng(5)
+    system = rng.integers(3, 90, 2 * PAGE + 3).tolist()
+    asked = [
+        (
+            [*system[: PAGE * rng.integers(0, 4)], *rng.integers(3, 90, rng.integers(3, 30))],
+            SamplingParams(temperature=i % 2, seed=i, max_tokens=1 + 9 * (i % 4), logprobs=0),
+        )
+        for i in range(40)
+    ]
+    expected = []
+    for i, (prompt, params) in enumerate(asked):
+        engine.add_request(f"alone {i}", prompt, params, cache_salt=f"alone {i}")
+        expected += finish(engine)
+
+    waiting = [(f"{i}", int(rng.integers(len(asked)))) for i in range(2000)]
+    running: dict[str, int] = {}
+    outputs: dict[str, RequestOutput] = {}
+    aborted, compared = 0, 0
+    while waiting or engine.has_unfinished_requests:
+        while waiting and len(running) < 12:
+            name, which = waiting.pop()
+            engine.add_request(name, *asked[which])
+            running[name] = which
+        for delta in engine.step():
+            name = delta.request_id
+            if name not in running:
+                continue
+            output = outputs.setdefault(name, delta)
+            if output is not delta:
+                output.add(delta)
+            if delta.finished:
+                (answer,), (alone,) = output.outputs, expected[running.pop(name)].outputs
+                assert (answer.token_ids, answer.logprobs) == (alone.token_ids, alone.logprobs)
+                compared += 1
+        if running and rng.random() < 0.15:
+            name = str(rng.choice(list(running)))
+            engine.abort_request(name)
+            del running[name]
+            aborted += 1
+    assert not scheduler.running and not scheduler.waiting and scheduler.pages.usage == 0
+    states = scheduler.states
+    assert not states._uncommitted and len(states) + len(states._blank) == states.places
+    counts = f"{compared} equal, {aborted} aborted, {scheduler.num_preemptions} preemptions"
+    record_property("summary", f"{model_type}: {counts}, {states.num_evicted} evicted")
+    assert compared + aborted == 2000 and min(aborted, scheduler.num_preemptions) > 100
+    assert states.num_evicted > 100
