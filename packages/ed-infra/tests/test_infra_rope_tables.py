@@ -33,6 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "partial": {"partial_rotary_factor": 0.5},
     "linear": {"rope_type": "linear", "factor": 4.0},
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "dynamic, alpha": {"rope_type": "dynamic", "factor": 1.0, "alpha": 1000.0},
     "yarn": {"rope_type": "yarn", "factor": 4.0, **ORIGINAL},
     "yarn, DeepSeek": {
         "rope_type": "yarn",
@@ -81,10 +82,16 @@ def theirs_of(module: Any, positions: np.ndarray, *layer_type: str) -> tuple[np.
 @pytest.mark.proves("get_basic_rope", "get_basic_rope(head_size)", "get_basic_rope(dtype)")
 def test_rope_tables_match_transformers(kind: str, length: int, theta: float, record_property):
     require_torch()
+    from transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense import (
+        HunYuanDenseV1RotaryEmbedding,
+    )
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     config = transformers.LlamaConfig(**BASE, rope_parameters=parameters(kind, theta))
     module = LlamaRotaryEmbedding(config)
+    if "alpha" in kind:  # only the families of Hunyuan know it
+        hunyuan = transformers.HunYuanDenseV1Config(**BASE, rope_parameters=parameters(kind, theta))
+        module = HunYuanDenseV1RotaryEmbedding(hunyuan)
     if kind == "partial":  # a family's own affair there; the kinds in their table know it
         half = transformers.LlamaConfig(
             **{**BASE, "head_dim": HEAD_DIM // 2}, rope_parameters=parameters("default", theta)

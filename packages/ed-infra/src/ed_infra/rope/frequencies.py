@@ -46,9 +46,13 @@ def _linear(s: RopeSettings, length: int | None) -> tuple[np.ndarray, float]:
 
 
 def _dynamic(s: RopeSettings, length: int | None) -> tuple[np.ndarray, float]:
-    """Dynamic NTK: the base grows with the length, beyond the trained length."""
+    """Dynamic NTK: the base grows with the length, beyond the trained length; `alpha` is a growth
+    for all lengths (Hunyuan)."""
+    dim, alpha = s.rotary_dim, s.get("alpha")
+    if alpha is not None:
+        return _compute_frequencies(s.theta * alpha ** (dim / (dim - 2)), dim), 1.0
     trained = trained_length(s)
-    factor, dim = float(s.need("factor")), s.rotary_dim
+    factor = float(s.need("factor"))
     reach = factor * max(length or trained, trained) / trained - (factor - 1)
     return _compute_frequencies(s.theta * reach ** (dim / (dim - 2)), dim), 1.0
 
@@ -192,7 +196,8 @@ def depends_on_length(config: object) -> bool:
     Args:
         config: A configuration, a mapping of rope parameters, or `RopeSettings`.
     """
-    return _get_settings(config).rope_type in ("dynamic", "longrope")
+    s = _get_settings(config)
+    return s.rope_type in ("dynamic", "longrope") and s.get("alpha") is None
 
 
 def trained_length(config: object) -> int:

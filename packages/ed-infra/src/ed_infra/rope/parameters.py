@@ -25,7 +25,7 @@ _YARN = {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim
 READS: dict[str, set[str]] = {
     "default": set(),
     "linear": {"factor"},
-    "dynamic": {"factor"},
+    "dynamic": {"factor", "alpha"},
     "yarn": _LENGTHS | _YARN,
     "longrope": {*_LENGTHS, "attention_factor", "short_factor", "long_factor"},
     "llama3": {*_LENGTHS, "low_freq_factor", "high_freq_factor"},
