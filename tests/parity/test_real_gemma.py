@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ed_esurge import SamplingParams, eSurge
 from ed_infra.package_files import find_package_file
 from ed_infra.testing import english_topics, require_torch
 from ed_models.checkpoints import hub
@@ -122,6 +123,90 @@ def test_greedy_tokens_equal_transformers(model: Any, tokenizer: Any, reference:
         ).numpy()
     generated = model.generate(ids, max_new_tokens=64, do_sample=False)
     assert np.asarray(generated.sequences).tolist() == expected.tolist()
+
+
+def create_engine(model: Any, tokenizer: Any, **options: Any) -> eSurge:
+    sizes = {"max_num_seqs": 4, "max_model_len": 768, "max_num_batched_tokens": 256}
+    return eSurge(model, tokenizer, **sizes, compile_runner=False, silent_mode=True, **options)
+
+
+@pytest.fixture(scope="module")
+def engine(model: Any, tokenizer: Any) -> Iterator[eSurge]:
+    engine = create_engine(model, tokenizer)
+    yield engine
+    engine.terminate()
+
+
+#: Tokens that follow a sentence, a repetition, and a text; the latter crosses the window of 512.
+LENGTHS = (64, 32, 32)
+
+
+def list_prompts(tokenizer: Any) -> list[list[int]]:
+    texts = [PROMPT, "one two three four one two three four one two three"]
+    long = english_ids(tokenizer, 500)[0].tolist()
+    return [*(tokenizer(text)["input_ids"] for text in texts), long]
+
+
+def continue_greedily(reference: Any, ids: list[int], length: int) -> list[int]:
+    """Return the tokens that transformers adds to a prompt."""
+    import torch
+
+    with torch.no_grad():
+        row = torch.tensor([ids])
+        answer = reference.generate(row, max_new_tokens=length, do_sample=False)
+    return answer[0, row.shape[1] :].tolist()
+
+
+@pytest.fixture(scope="module")
+def answers(tokenizer: Any, reference: Any) -> list[list[int]]:
+    prompts = list_prompts(tokenizer)
+    return [continue_greedily(reference, *one) for one in zip(prompts, LENGTHS, strict=True)]
+
+
+def generate_greedily(engine: eSurge, prompts: list[list[int]], *lengths: int) -> list[list[int]]:
+    params = [SamplingParams(max_tokens=length, temperature=0) for length in lengths]
+    return [list(one.outputs[0].token_ids) for one in engine.generate(prompts, params)]
+
+
+@pytest.mark.torch
+def test_engine_generates_the_tokens_of_transformers(
+    engine: eSurge, tokenizer: Any, answers: list[list[int]]
+) -> None:
+    assert generate_greedily(engine, list_prompts(tokenizer), *LENGTHS) == answers
+
+
+@pytest.mark.torch
+def test_cached_prefix_as_long_as_the_window_changes_no_token(
+    engine: eSurge, tokenizer: Any, reference: Any, answers: list[list[int]], record_property: Any
+) -> None:
+    prompt = list_prompts(tokenizer)[-1]
+    assert generate_greedily(engine, [prompt], LENGTHS[-1]) == [answers[-1]]
+    question = tokenizer("\n\nThe next text is about")["input_ids"][1:]
+    turn = [*prompt, *answers[-1], *question]
+    hits = engine.stats()["prefix_cache_hits"]
+    assert generate_greedily(engine, [turn], 16) == [continue_greedily(reference, turn, 16)]
+    hits = int(engine.stats()["prefix_cache_hits"] - hits)
+    assert len(turn) > 512
+    assert hits >= 512  # the window, in whole pages
+    record_property(
+        "summary", f"Gemma 3 270M: {hits} of {len(turn)} tokens of a second turn cached"
+    )
+
+
+@pytest.mark.torch
+def test_ngram_drafts_change_no_token(
+    model: Any, tokenizer: Any, answers: list[list[int]], record_property: Any
+) -> None:
+    config = {"method": "ngram", "num_speculative_tokens": 4}
+    engine = create_engine(model, tokenizer, speculative_config=config)
+    assert generate_greedily(engine, list_prompts(tokenizer), *LENGTHS) == answers
+    stats = engine.stats()
+    engine.terminate()
+    accepted, drafted = (stats[f"spec_decode_num_{kind}_tokens"] for kind in ("accepted", "draft"))
+    assert accepted > 0
+    record_property(
+        "summary", f"Gemma 3 270M: {accepted:.0f} of {drafted:.0f} ngram tokens accepted"
+    )
 
 
 def test_written_gguf_files_have_the_weights_of_the_model(
