@@ -29,6 +29,7 @@ from ed_elarge.building.stored_config import (
     get_sequence_length,
     resize_tokens,
 )
+from ed_elarge.building.widths import scale_arguments
 from ed_elarge.config.adaptation import WeightFormat
 from ed_elarge.config.checkpoint_tasks import SEPARATE_TASKS
 from ed_elarge.config.checks.training import GENERATING
@@ -519,8 +520,7 @@ def build_trainer(elm: eLargeModel) -> Trainer:
 
     from ed_elarge.engine.end_tokens import stop_after_answers
 
-    run, arguments = elm.config, elm.config.trainer
-    assert arguments is not None, "`eLargeModel.part` checks the section"
+    run, arguments = elm.config, scale_arguments(elm)
     train, held_out = elm.build_dataset(), elm.build_eval_dataset()
     if run.schema.task == "speech_seq2seq":
         media.set_language(elm.part("model"), _mixture(run).tokenization)

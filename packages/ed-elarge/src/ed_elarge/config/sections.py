@@ -33,6 +33,8 @@ from ed_elarge.config.local_tasks import LocalTask, check_task_names
 from ed_elarge.heldout_tasks import HELDOUT_TASKS
 
 MAX_DEVICES = 2**20
+#: Parametrizations of a model: which initial values and learning rates its matrices have.
+PARAMETRIZATIONS = ("standard", "mup")
 
 VocabularySize = Annotated[int, Field(ge=1, le=2**24)]
 Temperature = Annotated[float, Field(ge=0, le=100)]
@@ -168,6 +170,15 @@ class ModelSection(Options):
     """Add rows to the embedding and the head for the ids of the tokenizer, as transformers does:
     close to the mean of the old rows. A number is the number of rows. The saved model has these
     rows. With `lora`, the new rows are trained if `modules_to_save` names the modules."""
+    parametrization: Annotated[str, choice("parametrization", PARAMETRIZATIONS)] = "standard"
+    """`mup` scales the initial values and the learning rate of each matrix by its width, so that
+    the best learning rate is the same at each width (arXiv 2203.03466, table 3). The saved model is
+    an ordinary checkpoint. A model of `name_or_path` keeps its values."""
+    base_widths: dict[Name, Count] = Field(default_factory=dict)
+    """With `mup`: fields of the base model, which has the same values in both parametrizations,
+    such as `{hidden_size: 256, intermediate_size: 768, num_attention_heads: 4}`. With
+    `num_hidden_layers`, the outputs of attention and feed-forward are scaled by the depth, too
+    (arXiv 2505.01618)."""
     extra_kwargs: LoadingExtras = LoadingExtras()
 
     @model_validator(mode="after")
@@ -180,6 +191,11 @@ class ModelSection(Options):
             raise ValueError(
                 "resize_token_embeddings changes an existing model: omit it, and set vocab_size in "
                 "config"
+            )
+        if (self.parametrization == "mup") != bool(self.base_widths):
+            raise ValueError(
+                "parametrization: mup and base_widths belong together: set both, such as "
+                "base_widths: {hidden_size: 256, num_attention_heads: 4}, or omit both"
             )
         return self
 

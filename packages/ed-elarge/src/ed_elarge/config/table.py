@@ -106,6 +106,7 @@ SECTIONS: dict[str, Section] = {
         checks=(
             model_fields.check_model_config,
             model_fields.check_tokenizer_section,
+            model_fields.check_parametrization,
             training.task,
         ),
         machine_checks=(machine.check_model, training.task_of_checkpoint),
@@ -115,6 +116,7 @@ SECTIONS: dict[str, Section] = {
             "processor": "ed_elarge.building.parts:processor",
             "model": "ed_elarge.building.parts:build_model",
         },
+        finishes="ed_elarge.building.widths:scale_model",
     ),
     **{
         role.section: Section(

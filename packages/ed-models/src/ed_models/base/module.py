@@ -57,6 +57,8 @@ class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, ParameterConversio
     can_be_batch_invariant: ClassVar[bool] = False
     # Whether `mtp_head` is supported: the model has an MTP layer, or is a part of such a model.
     can_have_mtp_head: ClassVar[bool] = False
+    # Whether the forward pass multiplies by a function of `hidden_size` (Gemma's embeddings).
+    multiplies_by_width: ClassVar[bool] = False
     #: Number of token rows of the checkpoint, if `resize_token_embeddings` has changed the number.
     base_token_rows: int | None = None
     named_adapters: NamedAdapters | None = None

@@ -191,6 +191,8 @@ class ScaledDecoder(Decoder):
     """A body that multiplies the embeddings of tokens by the square root of the hidden size
     (Gemma). `inputs_embeds` are not multiplied, as in transformers 5."""
 
+    multiplies_by_width = True
+
     def embed(self, input_ids, inputs_embeds):
         x = super().embed(input_ids, inputs_embeds)
         if inputs_embeds is not None:

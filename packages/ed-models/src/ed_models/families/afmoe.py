@@ -101,6 +101,8 @@ class AfmoeModel(Decoder):
     def build_norm(parts):
         return partial(parts.norm, scale_first=True)
 
+    multiplies_by_width = True
+
     def enter(self, x, ctx):
         return x * (self.config.hidden_size**0.5 if self.config.mup_enabled else 1.0)
 

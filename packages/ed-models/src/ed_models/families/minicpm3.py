@@ -61,6 +61,7 @@ class MiniCPM3ForCausalLM(CausalLM):
     """MiniCPM3 with a language-model head."""
 
     body_class = MiniCPM3Model
+    multiplies_by_width = True
 
     def head(self):
         return replace(super().head(), scale=self.config.dim_model_base / self.config.hidden_size)

@@ -62,6 +62,7 @@ class RecurrentGemmaModel(Decoder):
 
     config_class = RecurrentGemmaConfig
     layer_class = RecurrentGemmaDecoderLayer
+    multiplies_by_width = True
 
     @staticmethod
     def layer_kinds(config):

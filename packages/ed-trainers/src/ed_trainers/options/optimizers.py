@@ -499,6 +499,9 @@ class EasyDeLSchedulers(StrEnum):
     WSD = "wsd"
 
 
+#: The optimizers whose update has the same size for each scale of the gradient, array by array. The
+#: table of µP for Adam applies to them.
+WITH_WIDTHS = ("adamw", "adamw_8bit", "lion", "lion_8bit", "adopt", "ademamix")
 #: The optimizers that keep a first moment whose dtype can be chosen.
 WITH_MU = ("adamw", "lion")
 

@@ -14,6 +14,7 @@ from ed_infra.config.fields import FIELD_ALIASES, FIELDS, canonical_field
 from ed_infra.config.fields import normalize_fields as normalize_field
 from ed_infra.errors import ConfigError, did_you_mean
 from ed_infra.sharding.axes import AXIS_NAMES
+from ed_trainers.options.optimizers import WITH_WIDTHS
 
 from ed_elarge.config import architectures
 from ed_elarge.config.run_config import RunConfig
@@ -70,6 +71,24 @@ def check_tokenizer_section(run: RunConfig) -> Iterator[Problem]:
             "ids: omit "
             "the key, or set model.tokenizer",
         )
+
+
+def check_parametrization(run: RunConfig) -> Iterator[Problem]:
+    """Check that µP has learning rates for the optimizer, and that the model has full weights."""
+    model, trainer = run.model, run.trainer
+    if model is None or model.parametrization == "standard":
+        return
+    for name, section in (("lora", run.adapters), ("quantization", run.weight_format)):
+        if section is not None:
+            message = f"a model with {name} has no µP: omit the key and base_widths, or {name}"
+            yield Problem(("model", "parametrization"), message)
+    if trainer is not None and trainer.optimizer not in WITH_WIDTHS:
+        message = (
+            f"mup has learning rates for {', '.join(WITH_WIDTHS)}, not for {trainer.optimizer}, "
+            "whose updates have another size at each width: choose one of them, or omit "
+            "parametrization and base_widths"
+        )
+        yield Problem(("model", "parametrization"), message)
 
 
 def _missing_tokenizer(run: RunConfig) -> ValuePath:
