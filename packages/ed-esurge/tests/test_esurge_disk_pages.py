@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 from ed_esurge import EngineConfig, SamplingParams, eSurge
@@ -95,3 +100,69 @@ def test_invalid_directories_of_pages_are_refused(llama, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be used"):
         eSurge(llama, **OPTIONS, prefix_cache_directory=str(tmp_path / "file"))
+
+
+SERVER = """
+import asyncio, sys
+sys.path.insert(0, sys.argv[2])
+from conftest import build_llama
+from ed_esurge import AsyncEngine, eSurge
+from test_esurge_disk_pages import GREEDY, OPTIONS
+
+async def serve():
+    engine = AsyncEngine(eSurge(build_llama(), **OPTIONS, prefix_cache_directory=sys.argv[1],
+                                prefix_cache_interval=0.05))
+    engine.start()
+    async for output in engine.generate([*range(3, 43)], GREEDY, "a"):
+        pass
+    print("answered", flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(serve())
+"""
+
+
+@pytest.mark.proves("prefix_cache_interval")
+@pytest.mark.nightly
+def test_pages_of_a_killed_server_are_read_by_the_next(llama, tmp_path):
+    folder = tmp_path / "pages"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", SERVER, str(folder), str(Path(__file__).parent)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "answered\n"
+        deadline = time.monotonic() + 60
+        while len([*folder.glob("*/*/*.page")]) < 10 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        server.kill()
+    assert len([*folder.glob("*/*/*.page")]) == 10
+    with eSurge(llama, **OPTIONS, prefix_cache_directory=str(folder)) as engine:
+        (output,) = engine.generate([*range(3, 43)], GREEDY)
+    assert output.metrics.num_cached_tokens == 36
+
+
+def test_new_pages_are_written_in_parts_and_once(llama, make_llama, tmp_path):
+    folder = tmp_path / "pages"
+    engine = eSurge(llama, **OPTIONS, prefix_cache_directory=str(folder))
+    engine.generate([*range(3, 43)], GREEDY)
+    (group,) = engine.loop.scheduler.pages.pools
+    page = engine.loop.runner.host.page_bytes(group)
+    assert [engine.store_pages(4 * page) for _ in range(4)] == [4, 4, 2, 0]
+    engine.generate([*range(3, 43), *range(50, 58)], GREEDY)
+    assert engine.store_pages(100 * page) == 2
+    engine.update_model_weights(make_llama(seed=7))
+    engine.generate([*range(3, 43)], GREEDY)
+    assert engine.store_pages(100 * page) == 10  # equal keys of other weights
+    assert len([*folder.iterdir()]) == 2
+
+
+def test_full_disk_does_not_end_a_running_engine(llama, tmp_path, monkeypatch, caplog):
+    def refuse(path, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(disk_pages, "write_private", refuse)
+    engine = eSurge(llama, **OPTIONS, prefix_cache_directory=str(tmp_path / "pages"))
+    engine.generate([*range(3, 43)], GREEDY)
+    with caplog.at_level("WARNING"):
+        assert [engine.store_pages(2**20) for _ in range(2)] == [0, 0]
+    assert caplog.text.count("No space left") == 1

@@ -254,11 +254,14 @@ class EngineConfig(Options):
 
     prefix_cache_directory: str | None = None
     """Directory in which the pages of the prefix cache survive a restart. The engine writes the
-    pages when it is shut down, and reads them into host memory when it starts, so the option
-    requires `kv_offloading_size`. Files belong to the model with exactly these weights and
-    options."""
+    pages when it is shut down, a server also while it runs, and reads them into host memory when it
+    starts, so the option requires `kv_offloading_size`. Files belong to the model with exactly
+    these weights and options."""
     prefix_cache_directory_size: Annotated[float, Field(gt=0, le=2**20)] = 4.0
     """Maximum size of that directory, in GiB. The least recently used pages are deleted."""
+    prefix_cache_interval: Annotated[float, Field(gt=0, le=2**31)] | None = 10.0
+    """Seconds after which a running server writes new pages to that directory, at most 64 MiB at a
+    time. A server that is killed loses the other pages only. None: at the shutdown only."""
 
     data_parallelism_axis: str | None = "dp"
     """Mesh axis of data parallelism. Each index along the axis is a replica with separate weights,

@@ -226,7 +226,14 @@ class ResetPrefixCache:
 
 @dataclass(frozen=True, slots=True)
 class StorePages:
-    """Write the pages of the prefix cache to `prefix_cache_directory`."""
+    """Write the pages of the prefix cache to `prefix_cache_directory`.
+
+    Attributes:
+        most_bytes: None = all pages; otherwise only pages that were not written before, until their
+            size reaches this number of bytes.
+    """
+
+    most_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

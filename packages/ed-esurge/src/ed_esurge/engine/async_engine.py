@@ -46,6 +46,9 @@ from ed_esurge.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 
+#: Bytes of new prefix pages that a running engine writes at once, between two steps.
+MOST_STORED_BYTES = 2**26
+
 
 class AsyncEngine(EngineWithFacts):
     """Runs an engine in a background thread. Every method may be called from any event loop.
@@ -66,7 +69,7 @@ class AsyncEngine(EngineWithFacts):
         self._stopping = False
         self._failure: BaseException | None = None
         self._over: EasyDeLError | None = None  # error for commands posted after the thread ended
-        self._beat = time.monotonic()
+        self._beat = self._stored_at = time.monotonic()
         self._dozing = 0  # number of unfinished calls of `sleep`
 
     # ---- properties of the engine
@@ -303,6 +306,7 @@ class AsyncEngine(EngineWithFacts):
             while not self._stopping:
                 self._beat = time.monotonic()
                 self._read_inbox()
+                self._store_new_pages()
                 if self.engine.has_unfinished_requests:
                     self._give(self.engine.step())
                 if not self.engine.has_unfinished_requests or self.engine.paused:
@@ -318,6 +322,12 @@ class AsyncEngine(EngineWithFacts):
             self._end(EasyDeLError(f"the engine failed: {error}"))
         finally:
             self.engine.release(self)
+
+    def _store_new_pages(self) -> None:
+        interval = self.config.prefix_cache_interval
+        if interval is not None and self._beat - self._stored_at >= interval:
+            self.engine.store_pages(MOST_STORED_BYTES)
+            self._stored_at = time.monotonic()
 
     def _read_inbox(self) -> None:
         while self._inbox:

@@ -1,9 +1,10 @@
 """Prefix pages in a directory, which survive a restart of the engine.
 
-An engine writes the pages of its prefix cache when it is shut down, and reads them into host memory
-when it starts. A file contains one page of one group. Its folder is a hash of the model, its
-weights, the options and the sources; its name is the key of the page, which identifies the whole
-prefix. A checksum covers the content. A damaged file is deleted, and its page is computed again.
+An engine writes the pages of its prefix cache when it is shut down, a server also new pages while
+it runs, and reads them into host memory when it starts. A file contains one page of one group. Its
+folder is a hash of the model, its weights, the options and the sources; its name is the key of the
+page, which identifies the whole prefix. A checksum covers the content. A damaged file is deleted,
+and its page is computed again.
 
 If the devices of several processes hold a page, each process stores its part, in a folder that
 depends on the part. A page is restored if all its parts are there.
@@ -15,7 +16,7 @@ import hashlib
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -69,6 +70,9 @@ class DiskPages:
         self.written = 0
         # Digests by id of the array. References are weak, so that replaced weights are freed.
         self._digests: dict[int, tuple[weakref.ref[jax.Array], bytes]] = {}
+        self._names: weakref.WeakKeyDictionary[EngineLoop, str] = weakref.WeakKeyDictionary()
+        # Group and key of the pages in the files of the present weights, equal in all processes.
+        self._stored: dict[Path, set[tuple[str, bytes]]] = {}
         try:
             make_private(self._root)
             check_private(self._root)
@@ -115,12 +119,18 @@ class DiskPages:
         lost = {(group, name) for one in transport.gather(damaged) for group, name in one}
         for group, name in sorted(lost):
             prefixes.host[group].discard(_key(name))
+        if (folder := self._folder(loop)) is not None:
+            self._stored.setdefault(folder, set()).update(
+                (group, key) for group, index in prefixes.host.items() for key in index.get_places()
+            )
         logger.info("%d prefix pages were read from %s", count - len(lost), self._root)
 
-    def write(self, loop: EngineLoop) -> None:
-        """Store the pages of a loop, and delete files beyond the limit."""
-        self._write(loop)
-        self._delete_oldest()
+    def write(self, loop: EngineLoop, most_bytes: int | None = None) -> None:
+        """Store the pages of a loop, and delete files beyond the limit; see `StorePages`."""
+        written = self.written
+        self._write(loop, most_bytes)
+        if most_bytes is None or self.written > written:
+            self._delete_oldest()
 
     def _folder(self, loop: EngineLoop) -> Path | None:
         """Return the folder of the pages of a loop; None if its model has no hash."""
@@ -134,18 +144,21 @@ class DiskPages:
         proposer, used = loop.scheduler.proposer, [weights]
         if isinstance(proposer, DraftModel):  # a page contains its keys and values
             used.append(proposer.runner.weights)
-        try:
-            name = fingerprint(
-                [served_weights.graphdefs for served_weights in used],
-                [str(like) for served_weights in used for like in served_weights.like],
-                loop.scheduler.pages.page_size,
-                memory.parts(),
-                packages=SERVING_PACKAGES,
-                imported=IMPORTED,
-            )
-        except NoFingerprintError as error:
-            logger.warning("prefix pages are not stored: %s", error)
-            return None
+        name = self._names.get(loop)
+        if name is None:
+            try:
+                name = fingerprint(
+                    [served_weights.graphdefs for served_weights in used],
+                    [str(like) for served_weights in used for like in served_weights.like],
+                    loop.scheduler.pages.page_size,
+                    memory.parts(),
+                    packages=SERVING_PACKAGES,
+                    imported=IMPORTED,
+                )
+            except NoFingerprintError as error:
+                logger.warning("prefix pages are not stored: %s", error)
+                return None
+            self._names[loop] = name
 
         with ThreadPoolExecutor(_THREADS) as threads:
             leaves = [leaf for served_weights in used for leaf in served_weights.leaves]
@@ -194,24 +207,33 @@ class DiskPages:
         path.unlink(missing_ok=True)
         return None
 
-    def _write(self, loop: EngineLoop) -> None:
+    def _write(self, loop: EngineLoop, most_bytes: int | None) -> None:
         prefixes = loop.scheduler.pages.prefixes
         if prefixes is None or loop.spoilt or (folder := self._folder(loop)) is None:
             return
+        if folder not in self._stored:
+            self._stored = {folder: set()}  # other weights
+        stored = self._stored[folder]
         now, failed = time.time(), False
+        remaining_bytes = most_bytes
         for group in prefixes.host:
+            pages = _pages(loop, group, () if most_bytes is None else stored)
             # Later pages of a prompt are useless without the earlier, so they are the oldest.
-            for age, (key, content) in enumerate(_pages(loop, group)):
-                # All processes read all pages of the device, also after an error of one disk.
-                if failed:
-                    continue
-                path = folder / _group(group) / f"{key.hex()}{_SUFFIX}"
-                try:
-                    self._write_page(path, content)
-                    os.utime(path, (now - age / 1000, now - age / 1000))
-                except OSError as error:
-                    logger.warning("prefix pages were not stored: %s", error)
-                    failed = True
+            for age, (key, size, content) in enumerate(pages):
+                # All processes read the same pages of the device, also after an error of one disk.
+                stored.add((group, key))
+                if not failed:
+                    path = folder / _group(group) / f"{key.hex()}{_SUFFIX}"
+                    try:
+                        self._write_page(path, content)
+                        os.utime(path, (now - age / 1000, now - age / 1000))
+                    except (OSError, UntrustedFileError) as error:
+                        logger.warning("prefix pages were not stored: %s", error)
+                        failed = True
+                if remaining_bytes is not None:
+                    remaining_bytes -= size
+                    if remaining_bytes <= 0:
+                        return
 
     def _write_page(self, path: Path, content: Callable[[], bytes]) -> None:
         if path.exists():
@@ -232,7 +254,8 @@ class DiskPages:
         for _, size, path in sorted(files, reverse=True):
             total += size
             if total > self._most:
-                path.unlink(missing_ok=True)
+                with suppress(OSError):
+                    path.unlink()
 
     @staticmethod
     def _files(folder: Path, group: str) -> list[Path]:
@@ -254,14 +277,22 @@ def _checksum(name: str, content: bytes) -> bytes:
     return hashlib.blake2b(name.encode() + content, digest_size=_DIGEST).digest()
 
 
-def _pages(loop: EngineLoop, group: str) -> Iterator[tuple[bytes, Callable[[], bytes]]]:
-    """Yield the key and a reader of each page: those on the device, then those in host memory."""
+def _pages(
+    loop: EngineLoop, group: str, stored: Container[tuple[str, bytes]]
+) -> Iterator[tuple[bytes, int, Callable[[], bytes]]]:
+    """Yield the key, the number of bytes and a reader of each page: those on the device, then those
+    in host memory.
+
+    Args:
+        stored: group and key of pages that are omitted.
+    """
     memory, prefixes = loop.runner.host, loop.scheduler.pages.prefixes
     if not isinstance(memory, HostMemory) or prefixes is None:
         return
-    device = prefixes.get_pages(group)
-    for key, content in zip(device, memory.on_device(group, [*device.values()]), strict=True):
-        yield key, partial(bytes, content)
+    device, size = prefixes.get_pages(group), memory.page_bytes(group)
+    new = {key: page for key, page in device.items() if (group, key) not in stored}
+    for key, content in zip(new, memory.on_device(group, [*new.values()]), strict=True):
+        yield key, size, partial(bytes, content)
     for key, place in prefixes.host[group].get_places().items():
-        if key not in device:
-            yield key, partial(memory.content, group, place)
+        if key not in device and (group, key) not in stored:
+            yield key, size, partial(memory.content, group, place)

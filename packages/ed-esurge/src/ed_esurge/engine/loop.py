@@ -86,7 +86,7 @@ class EngineLoop:
         self.ledger = Ledger(scheduler, tokenizer, seed)
         self._overlap, self._ahead = overlap, ahead
         self._pending: StepResult | None = None
-        self.store_pages: Callable[[EngineLoop], None] = lambda loop: None
+        self.store_pages: Callable[[EngineLoop, int | None], None] = lambda loop, most: None
         """Writes the pages of the prefix cache of a loop."""
         self.spoilt = False
         """Whether pages contain values that are not finite."""
@@ -153,8 +153,8 @@ class EngineLoop:
                 self.runner.weights.drop()
             case ResetPrefixCache():
                 self._settle()
-            case StorePages():
-                self.store_pages(self)
+            case StorePages(most_bytes):
+                self.store_pages(self, most_bytes)
             case LoadAdapter():
                 self._load_adapter(command)
             case UnloadAdapter(name):

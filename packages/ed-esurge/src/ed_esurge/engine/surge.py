@@ -550,8 +550,12 @@ class eSurge(EngineControl, EngineWithFacts):
         loop = self.loop
         return [*loop.loops] if isinstance(loop, Replicas) else [loop]
 
-    def store_pages(self) -> int:
+    def store_pages(self, most_bytes: int | None = None) -> int:
         """Write the pages of the prefix cache to `prefix_cache_directory`, if the option is set.
+
+        Args:
+            most_bytes: None = all pages; otherwise only pages that were not written before, until
+                their size reaches this number of bytes.
 
         Returns:
             the number of new files of this process.
@@ -560,7 +564,7 @@ class eSurge(EngineControl, EngineWithFacts):
             return 0
         with self._lock:
             initial_count = self._disk.written
-            self._execute(StorePages())
+            self._execute(StorePages(most_bytes))
             return self._disk.written - initial_count
 
     def terminate(self) -> None:

@@ -89,6 +89,11 @@ class HostMemory:
                 cache = replace(cache, caches={**cache.caches, name: pages})
         return cache
 
+    def page_bytes(self, group: str) -> int:
+        """Return the number of bytes of a page on all devices."""
+        draft, size = self._draft(group), self._groups[group].page_bytes
+        return size if draft is None else size + draft.page_bytes(group)
+
     def parts(self) -> list[str]:
         """Return a description of the parts of pages that this process keeps."""
         descriptions = [f"{name}: {group.parts()}" for name, group in sorted(self._groups.items())]
