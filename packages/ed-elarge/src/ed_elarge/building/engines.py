@@ -1,4 +1,4 @@
-"""Builders of the serving engine: the checkpoint decides between a model of texts and of speech."""
+"""Builders of serving engines, of texts or of speech by the checkpoint, and of rollouts."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from ed_esurge.speech.engine import SpeechEngine
     from ed_models.tasks.causal_lm import CausalLM
     from transformers import FeatureExtractionMixin, ProcessorMixin
+
+    from ed_elarge.asynchronous.rollout import AsynchronousRollout
+    from ed_elarge.engine.rollout import EngineRollout
 
 
 def served_task(directory: Path, default: TaskType) -> TaskType:
@@ -109,3 +112,17 @@ def speech_processor(elm: eLargeModel) -> ProcessorMixin:
         return load_processor(
             section.name_or_path, part="feature_extractor", revision=section.extra_kwargs.revision
         )
+
+
+def build_rollout(elm: eLargeModel) -> EngineRollout | AsynchronousRollout:
+    """Create the rollout of an online method: with an engine of the section `esurge`, or with the
+    processes of the section `asynchronous`."""
+    if elm.config.asynchronous is not None:
+        from ed_elarge.asynchronous.rollout import AsynchronousRollout
+
+        return AsynchronousRollout(elm)
+    from ed_elarge.engine.lending import engine_of_run
+    from ed_elarge.engine.rollout import EngineRollout
+
+    with elm.config.blame("trainer", "max_completion_length"):
+        return EngineRollout(engine_of_run(elm, elm.part("model")))

@@ -49,9 +49,6 @@ if TYPE_CHECKING:
     from ed_trainers.trainer import Trainer
     from transformers import BaseImageProcessor, PreTrainedTokenizerBase, ProcessorMixin
 
-    from ed_elarge.asynchronous.rollout import AsynchronousRollout
-    from ed_elarge.engine.rollout import EngineRollout
-
 
 logger = get_logger(__name__)
 
@@ -585,17 +582,3 @@ def _flatten(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{key}.{below}", inner) for below, inner in _flatten(value))
         else:
             yield key, value
-
-
-def rollout(elm: eLargeModel) -> EngineRollout | AsynchronousRollout:
-    """Create the rollout of an online method: with an engine of the section `esurge`, or with the
-    processes of the section `asynchronous`."""
-    if elm.config.asynchronous is not None:
-        from ed_elarge.asynchronous.rollout import AsynchronousRollout
-
-        return AsynchronousRollout(elm)
-    from ed_elarge.engine.lending import engine_of_run
-    from ed_elarge.engine.rollout import EngineRollout
-
-    with elm.config.blame("trainer", "max_completion_length"):
-        return EngineRollout(engine_of_run(elm, elm.part("model")))

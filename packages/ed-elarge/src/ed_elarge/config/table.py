@@ -192,7 +192,7 @@ SECTIONS: dict[str, Section] = {
         unused=unused.find_unused_engine,
         builds={
             "engine": "ed_elarge.building.engines:build_engine",
-            "rollout": "ed_elarge.building.parts:rollout",
+            "rollout": "ed_elarge.building.engines:build_rollout",
         },
     ),
     "training_engine": Section(

@@ -551,11 +551,7 @@ class eSurge(EngineControl, EngineWithFacts):
         return [*loop.loops] if isinstance(loop, Replicas) else [loop]
 
     def store_pages(self, most_bytes: int | None = None) -> int:
-        """Write the pages of the prefix cache to `prefix_cache_directory`, if the option is set.
-
-        Args:
-            most_bytes: None = all pages; otherwise only pages that were not written before, until
-                their size reaches this number of bytes.
+        """Write pages of the prefix cache to `prefix_cache_directory`, if set; see `StorePages`.
 
         Returns:
             the number of new files of this process.
