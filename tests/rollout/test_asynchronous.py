@@ -1,10 +1,13 @@
 """Asynchronous runs: equal to one process without staleness, and exact after any kill."""
 
+import json
 import os
+import re
 import shutil
 
 import numpy as np
 import pytest
+from ed_data import train_bpe
 from ed_trainers.online.sample_ledger import SampleLedger
 
 from tests.rollout.asynchronous_runs import RUN, check_ledger, finish, run_with_kills, steps, write
@@ -122,3 +125,56 @@ def test_environment_replies_in_samples_and_its_words_have_no_log_probabilities(
             1.0 if whole else 0.25 * (len(one.given) + 1)
         )
     assert "rewards/environment/mean" in rows[0]
+
+
+TOOLS = """
+def look(place: str) -> str:
+    \"\"\"
+    Look.
+
+    Args:
+        place: The place.
+    \"\"\"
+    return place
+
+
+def count_messages(completions, **fields):
+    return [float(len(messages)) for messages in completions]
+"""
+TEMPLATE = (
+    "{% if tools %}{{ tools[0].function.name }}{% endif %}"
+    "{% for m in messages %}{{ m.content }}<|eos|>{% endfor %}"
+)
+#: A call that is one token, so that a model with random weights writes calls.
+CALL = '<tool_call>{"name": "look", "arguments": {"place": "p%d"}}</tool_call>'
+
+
+@pytest.mark.nightly
+def test_tools_give_the_same_run_with_and_without_other_processes(tmp_path):
+    tokenizer = train_bpe(["a b c d"], 300)
+    tokenizer.add_tokens([CALL % place for place in range(40)])
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    ids = list(range(3, len(tokenizer), 4))
+    rows = [{"prompt": [{"role": "user", "content": f"b {i}"}]} for i in range(16)]
+    text = RUN.replace("max_completion_length: 24", "max_completion_length: 80")
+    text = text.replace("{train: {vocab_size: 300}}", f"{{name_or_path: {tmp_path}/tokenizer}}")
+    text = text.replace("max_training_steps: 8", "max_training_steps: 2")
+    text = text.replace("max_prompt_length: 12", "max_prompt_length: 40")
+    text = text.replace("max_position_embeddings: 64", "max_position_embeddings: 128")
+    text = text.replace('[{regex: {pattern: "[0-9]"}}]', '["tools.py:count_messages"]')
+    text = re.sub(r"data_files: [^,]+", "data_files: rows.jsonl", text)
+    more = "trainer:\n  tool_format: hermes\n  tools: tools.py:look\n  max_turns: 3\n"
+    runs = []
+    for name, section in (("alone", ""), ("apart", "asynchronous: {max_staleness: 0}\n")):
+        section += f"esurge: {{extra_eos_token_ids: {ids}}}\n"
+        folder = write(tmp_path / name, section, text.replace("trainer:\n", more))
+        (folder / "tools.py").write_text(TOOLS)
+        (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        runs.append(finish(folder))
+    alone, apart = runs
+    assert [row["loss"] for row in apart] == [row["loss"] for row in alone]
+    frequencies = [row["tools/call_frequency"] for row in alone]
+    assert frequencies == [row["tools/call_frequency"] for row in apart]
+    assert min(frequencies) > 0
+    assert alone[0]["rewards/count_messages/mean"] == apart[0]["rewards/count_messages/mean"] > 1

@@ -40,6 +40,13 @@ def test_honest_results_are_accepted(message):
     LIMITS.check(kind, message)
 
 
+def test_turns_have_a_reward_exactly_if_the_run_has_an_environment():
+    tools = TaskLimits(100, 8, 0, 3, 2, has_reward=False)
+    tools.check("turn", {**TURN, "reward": None})
+    with pytest.raises(WorkerMessageError, match="a reward that is no number"):
+        tools.check("turn", TURN)
+
+
 LIES = [
     (SAMPLE, "tokens", value)
     for value in ([100, 1], [-1, 1], [1.0, 2], [True, 2], [1] * 9, "ab", None, [1])

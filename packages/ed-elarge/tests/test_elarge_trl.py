@@ -166,7 +166,7 @@ def test_keywords_of_from_pretrained_are_converted() -> None:
     [
         (("model",), {}, "pass train_dataset"),
         (("model",), {"train_datasets": []}, "did you mean 'train_dataset'"),
-        (("model",), {"train_dataset": [], "tools": [print]}, "tools has no counterpart"),
+        (("model",), {"train_dataset": [], "rollout_func": print}, "rollout_func has no"),
         (("model",), {"train_dataset": {"train": []}}, "pass one of them"),
         (("model", None, 3), {"train_dataset": []}, "args of GRPOTrainer is a int"),
         ((object(),), {"train_dataset": [{}]}, "pass a folder"),
@@ -283,6 +283,42 @@ def test_script_of_each_kind_trains(
     adapter = (tmp_path / "saved/adapter_config.json").is_file()
     assert adapter == ("peft_config" in more)
     assert (tmp_path / "saved/tokenizer_config.json").is_file()
+
+
+@pytest.mark.nightly
+def test_script_with_tools_trains(quickstart_model: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    def look(place: str) -> str:
+        """
+        Look.
+
+        Args:
+            place: The place.
+        """
+        return place
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(quickstart_model)
+    tokenizer.chat_template = TEMPLATE
+    trainer = TRAINERS["GRPO"](
+        str(quickstart_model),
+        reward_funcs=lambda completions, **fields: [float(len(one)) for one in completions],
+        args=CONFIGS["GRPO"](
+            tmp_path / "run",
+            max_steps=1,
+            per_device_train_batch_size=2,
+            num_generations=2,
+            max_completion_length=8,
+            max_tool_calling_iterations=2,
+            bf16=False,
+        ),
+        train_dataset=[{"prompt": [{"role": "user", "content": "Look."}]}] * 4,
+        processing_class=tokenizer,
+        tools=[look],
+    )
+    assert trainer.trainer.arguments.max_turns == 3
+    assert trainer.trainer.method.tools.functions == {"look": look}
+    assert trainer.train().global_step == 1
 
 
 @pytest.mark.nightly

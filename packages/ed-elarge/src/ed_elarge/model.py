@@ -66,6 +66,8 @@ class eLargeModel(Setters):
         #: Number of updates after which training stops with a checkpoint; None: all of the run.
         self.last_step: int | None = None
         self.reward_functions: tuple[RewardFunction, ...] = ()
+        #: Functions that replace `tools` of the section `trainer`.
+        self.tools: tuple[Callable[..., object], ...] = ()
         #: Configuration of a model that Python code gives, which no folder contains.
         self.given_config: EasyDeLBaseConfig | None = None
         #: Whether the section `esurge` describes several models, so that a key may lack an effect.

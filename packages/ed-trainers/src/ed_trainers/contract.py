@@ -22,6 +22,7 @@ from ed_models.protocol import LanguageModel
 from flax import nnx
 
 from ed_trainers.batches import Dataset, Feed, HostBatch
+from ed_trainers.environments.tools import ToolSet
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.placement import Placement
 from ed_trainers.rewards import RewardFunction
@@ -203,6 +204,7 @@ class MethodRun(Generic[A]):
         rollout: completes prompts, for methods that sample.
         reward_functions: functions passed to the trainer, in place of those that the options name.
         reward_folders: folders in which named functions are searched.
+        tools: the tools of a method that samples; None: none.
         weights: returns the learner's present weights.
         learned: returns the parameters that are trained, without those of an extension.
         present_reference: returns the present weights of a synchronized reference.
@@ -223,6 +225,7 @@ class MethodRun(Generic[A]):
     rollout: Rollout | None = field(kw_only=True, default=None)
     reward_functions: Sequence[RewardFunction] = field(kw_only=True, default=())
     reward_folders: Sequence[str | Path] = field(kw_only=True, default=())
+    tools: ToolSet | None = field(kw_only=True, default=None)
     frozen: Frozen = field(init=False)
     following: Following | None = field(init=False, default=None)
     images: FeaturesOfImages | None = field(init=False, default=None)

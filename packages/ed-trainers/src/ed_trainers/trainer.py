@@ -23,6 +23,7 @@ from ed_trainers.batches import Dataset, Epochs, Feed, HostBatch, Share
 from ed_trainers.callbacks import Callback
 from ed_trainers.checkpoints.run_lock import RunLock
 from ed_trainers.contract import Batch, Loss, Method, Models, Prepared, RunData
+from ed_trainers.environments.tools import ToolSet
 from ed_trainers.figures.metrics import RECORD
 from ed_trainers.given import Collator, GivenRow, OtherNames, merge_names, prepare_datasets
 from ed_trainers.optimizers import build_optimizer, build_schedule, check_rules
@@ -100,6 +101,8 @@ class Trainer:
             methods with rewards.
         reward_folders: folders in which the files and modules of named reward functions and of an
             environment are searched before the working directory.
+        tools: the tools that a model may call; only for methods that sample. Their schemas must be
+            part of the prompts.
         settings: values outside of the arguments that determine the result, by key, such as the
             name of the model. Checkpoints record them, and a run that resumes compares them.
         data_collator: converts the rows of a batch to arrays; the rows are then not prepared.
@@ -132,6 +135,7 @@ class Trainer:
         rollout: Rollout | None = None,
         reward_functions: Sequence[RewardFunction] = (),
         reward_folders: Sequence[str | Path] = (),
+        tools: ToolSet | None = None,
         settings: Mapping[str, Any] | None = None,
         data_collator: Collator | None = None,
         **others: Unpack[OtherNames],
@@ -174,6 +178,8 @@ class Trainer:
             model = extension.attach(model, arguments)
         if rollout is not None and not self.entry.samples:
             raise ConfigError(f"{name} does not sample completions: omit rollout")
+        if tools is not None and not self.entry.samples:
+            raise ConfigError(f"{name} does not sample completions: omit tools")
         rewarded = any(role.name == REWARD_ROLE.name for role in self.entry.roles)
         if reward_functions and not rewarded:
             raise ConfigError(f"{name} reads no rewards: omit reward_functions")
@@ -228,6 +234,7 @@ class Trainer:
             rollout=rollout,
             reward_functions=tuple(reward_functions),
             reward_folders=tuple(reward_folders),
+            tools=tools,
         )
         self.method.bind(self._checked_roles(frozen or {}))
         if self.method.following is not None:

@@ -7,7 +7,7 @@ A method that trains on sampled completions passes the ids to an engine, and the
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -224,6 +224,7 @@ def build_prompts(
     schema: Schema = PROMPT,
     processor: ModelProcessor | None = None,
     embedding_rows: int | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> PromptLoader:
     """Return the loader of a mixture's prompts.
 
@@ -244,6 +245,7 @@ def build_prompts(
             prompts one placeholder token for each feature of an image.
         embedding_rows: number of rows of the model's embedding. A prompt with a larger id is then
             an error.
+        tools: JSON schemas that the chat template renders, for rows without the field `tools`.
 
     Raises:
         DataError: a name cannot be resolved, data is missing or empty, or a row cannot be read.
@@ -270,7 +272,8 @@ def build_prompts(
     def scan(key: str, number: int) -> tuple[_Source, np.ndarray, np.ndarray]:
         with prefix_error_path(key, number):
             inform = getattr(mixture, key)[number]
-            documents = Documents(inform, open_source(inform, files), schema, media=mixture.media)
+            source = open_source(inform, files)
+            documents = Documents(inform, source, schema, media=mixture.media, tools=tools)
             reread_documents = ReadAgain(documents)
             examples: list[tuple[int, int]] = []
             short = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ from ed_data.schema import (
     IMAGE,
     OPTIONAL_FIELDS,
     TEXT,
+    TOOLS,
     Content,
     Row,
     Schema,
@@ -107,6 +108,7 @@ class Documents:
         schema: the fields of a document.
         tally: counts dropped rows.
         media: places outside of the data set whose files rows may name.
+        tools: JSON schemas for chats without the field `tools`.
     """
 
     def __init__(
@@ -116,8 +118,9 @@ class Documents:
         schema: Schema = TEXT,
         tally: Tally | None = None,
         media: Media | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        self.inform, self.schema, self.media = inform, schema, media
+        self.inform, self.schema, self.media, self.tools = inform, schema, media, tools
         self.source = source or open_source(inform)
         self.tally = tally or Tally()
         self.shards = shard_sizes(self.source)
@@ -403,6 +406,8 @@ class Documents:
                 return None
             fields, recordings = chat_audio
         template = template_arguments(row, location) if is_chat else {}
+        if is_chat and self.tools:
+            template.setdefault(TOOLS, list(self.tools))
         values = self._values(row, fields, location)
         return Example(fields, extra, place, values, tuple(images), template, tuple(recordings))
 

@@ -48,7 +48,11 @@ class ReadAgain:
         self._first = documents
         # A second reader, so that repeated reads do not change the tally.
         self._again = Documents(
-            documents.inform, documents.source, documents.schema, media=documents.media
+            documents.inform,
+            documents.source,
+            documents.schema,
+            media=documents.media,
+            tools=documents.tools,
         )
         self._places = array("q")
         self._open: tuple[int, Spot, Iterator[Placed]] | None = None

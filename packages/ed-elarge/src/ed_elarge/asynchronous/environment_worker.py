@@ -6,14 +6,14 @@ The trainer sends `turn`, a message of the model to which the environment of its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ed_esurge.engine.connection import Connection, ConnectionLost
-from ed_trainers.environments import Environment, environment_class
 from ed_trainers.online.completions import as_written
-from ed_trainers.online.episodes import Episode
+from ed_trainers.online.episodes import Episode, build_episode_factory
+from ed_trainers.online.turns import split_completion
 from ed_trainers.options.online import RewardedArguments
 from ed_trainers.rewards import Rewards
 
@@ -34,11 +34,11 @@ class EnvironmentWorker:
         folders = (elm.config.folder,)
         rewarded = isinstance(arguments, RewardedArguments)
         self._rewards = Rewards(arguments.reward_functions if rewarded else (), folders)
-        self._environment: Callable[[], Environment] | None = None
-        if environment is not None:
-            self._environment = environment_class(environment, folders)
-        self._max_turns = getattr(arguments, "max_turns", None)
-        self._tokenizer = elm.part("tokenizer")
+        self._tokenizer, self._tools = elm.part("tokenizer"), elm.part("tools")
+        max_turns = getattr(arguments, "max_turns", None)
+        self._create_episode = build_episode_factory(
+            environment, folders, lambda: self._tokenizer, max_turns, self._tools
+        )
         self._episodes: dict[str, Episode] = {}
 
     def serve(self) -> None:
@@ -61,7 +61,12 @@ class EnvironmentWorker:
         prompt = row.pop("prompt")
         group = _Group(
             prompts=[prompt] * len(ids),
-            completions=[as_written(prompt, one, self._tokenizer.decode) for one in ids],
+            completions=[
+                as_written(prompt, one, self._tokenizer.decode)
+                if self._tools is None
+                else split_completion(one, given, self._tokenizer, self._tools.read)
+                for one, given in zip(ids, message["given"], strict=True)
+            ],
             completion_ids=ids,
             fields={name: [value] * len(ids) for name, value in row.items()},
         )
@@ -72,10 +77,8 @@ class EnvironmentWorker:
         name, answers, row = message["name"], message["messages"], dict(message["row"])
         episode = self._episodes.get(name)
         if episode is None or episode.turns != len(answers) - 1:
-            assert self._environment is not None, "the trainer sends turns only with an environment"
-            episode = self._episodes[name] = Episode(
-                self._environment(), row.pop("prompt"), row, self._tokenizer, self._max_turns
-            )
+            assert self._create_episode is not None, "turns are sent with an environment or tools"
+            episode = self._episodes[name] = self._create_episode(row)
             for answer in answers[:-1]:  # a restart of this process: the recorded messages
                 episode.step(answer)
         episode.step(answers[-1])

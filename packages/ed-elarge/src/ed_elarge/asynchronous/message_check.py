@@ -62,6 +62,7 @@ class TaskLimits:
         token_count: number of tokens that the sample has.
         version: newest version of the weights.
         copies: number of samples of a prompt.
+        has_reward: whether an environment computes rewards; tools have none.
     """
 
     vocab_size: int
@@ -69,6 +70,7 @@ class TaskLimits:
     token_count: int
     version: int
     copies: int
+    has_reward: bool = True
 
     def check(self, kind: str, message: Mapping[str, Any]) -> None:
         """Check the result of a task.
@@ -123,7 +125,9 @@ class TaskLimits:
     def _check_turn(self, message: Mapping[str, Any]) -> None:
         _require(isinstance(message.get("ends"), bool), "a missing end")
         _require(isinstance(message.get("done"), bool), "a missing end of the environment")
-        _require(isinstance(message.get("reward"), float | int), "a reward that is no number")
+        reward = message.get("reward")
+        is_valid = isinstance(reward, float | int) if self.has_reward else reward is None
+        _require(is_valid, "a reward that is no number")
         self._check_tokens(message.get("tokens"), _LONG_TURN if message["ends"] else self.room)
 
     def _check_rewards(self, rewards: object) -> None:

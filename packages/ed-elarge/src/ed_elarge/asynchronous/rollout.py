@@ -64,6 +64,7 @@ class AsynchronousRollout:
         self._environment = elm.config.environment
         self.reward_names = (ENVIRONMENT_REWARD,) if self._environment else ()
         self._elm, self._options = elm, options
+        self._has_replies = self._environment is not None or bool(arguments.tools)
         self._scores = isinstance(arguments, RewardedArguments) and bool(arguments.reward_functions)
         self._changed = threading.Condition(threading.RLock())
         self._ledger: SampleLedger | None = None
@@ -206,7 +207,7 @@ class AsynchronousRollout:
             if self._ledger.cut:
                 print(f"{LEDGER}: {self._ledger.cut} incomplete bytes were cut off", flush=True)
             self._vocab_size = get_vocab_size(self._elm.part("model"))
-            serves = self._scores or self._environment is not None
+            serves = self._scores or self._has_replies
             counts = {
                 ENGINE: self._options.engines,
                 ENVIRONMENT: self._options.environment_processes if serves else 0,
@@ -276,7 +277,14 @@ class AsynchronousRollout:
         request = self._requests[key[0]]
         token_count = sum(len(part.tokens) for part in ledger.parts(key))
         room = request.params["max_tokens"] - token_count
-        return TaskLimits(self._vocab_size, room, token_count, self._version, request.copies)
+        return TaskLimits(
+            self._vocab_size,
+            room,
+            token_count,
+            self._version,
+            request.copies,
+            has_reward=self._environment is not None,
+        )
 
     def _on_tokens(self, ledger: SampleLedger, key: SampleKey, message: Mapping[str, Any]) -> bool:
         """Record tokens of an engine; return whether its task is done."""
@@ -289,7 +297,7 @@ class AsynchronousRollout:
             message.get("experts"),
             message["masks"],
         )
-        if done and self._environment is None:
+        if done and not self._has_replies:
             self._finish(ledger, key, [*ledger.parts(key), part], ended=message["ended"])
             return True
         ledger.add_part(key, part)
@@ -396,8 +404,9 @@ class AsynchronousRollout:
     def _score_task(self, key: SampleKey) -> dict[str, Any]:
         number, first = key
         request, ledger = self._requests[number], self._open()
-        places = range(first, first + request.copies)
+        samples = [ledger.sample((number, first + offset)) for offset in range(request.copies)]
         return {
             "row": dict(request.rows[first // request.copies]),
-            "completion_ids": [list(ledger.sample((number, place)).token_ids) for place in places],
+            "completion_ids": [list(sample.token_ids) for sample in samples],
+            "given": [list(map(list, sample.given)) for sample in samples],
         }

@@ -444,6 +444,8 @@ def loaders(elm: eLargeModel) -> tuple[Loader | StreamLoader, Loader | StreamLoa
         if run.has_images:
             options["processor"] = elm.part("processor")
         options["embedding_rows"] = count_embedding_rows(run, elm.given_config)
+        tools = elm.part("tools") if trainer is not None else None
+        options["tools"] = () if tools is None else tools.schemas
     else:
         build = build_loader
         options["seq_length"] = get_sequence_length(run, elm.given_config) if run.has_text else None
@@ -493,11 +495,8 @@ def held_out_texts(elm: eLargeModel) -> list[str]:
     """Return the held-out texts of the mixture."""
     from ed_data import texts
 
-    return (
-        list(texts(_mixture(elm.config), "eval", schema=elm.config.schema))
-        if elm.config.has_held_out
-        else []
-    )
+    run = elm.config
+    return list(texts(_mixture(run), "eval", schema=run.schema)) if run.has_held_out else []
 
 
 def _mixture(run: RunConfig, functions: Sequence[RewardFunction] = ()) -> Mixture:
@@ -536,6 +535,7 @@ def build_trainer(elm: eLargeModel) -> Trainer:
     more: dict[str, Any] = {}
     if run.method_entry.samples:
         more = {"rollout": elm.part("rollout"), "reward_folders": (run.folder,)}
+        more["tools"] = elm.part("tools")
     if isinstance(arguments, RewardedArguments):
         more["reward_functions"] = elm.reward_functions
     method, model = trainer_class(run.method), elm.part("model")

@@ -50,7 +50,6 @@ _REFUSED = {
     "optimizer_cls_and_kwargs": "set optim and learning_rate of the configuration",
     "model_init": "pass the model",
     "reward_processing_classes": "a reward model is read with its own tokenizer",
-    "tools": _ENVIRONMENT,
     "rollout_func": "the engine of this project samples completions",
     "environment_factory": _ENVIRONMENT,
 }
@@ -97,6 +96,7 @@ class TrlTrainer:
         given = self._bind(values, arguments)
         self.args = self._read_config(given.pop("args", None), given.get("model"))
         conversion = self._convert(given)
+        self._put_tools(conversion, given.get("tools", ()))
         roles = self._put_roles(conversion, given)
         functions = self._put_rewards(conversion, given.get("reward_funcs"), roles)
         self._elm = self._build(conversion, given, roles, functions)
@@ -160,6 +160,13 @@ class TrlTrainer:
             convert_adapters(conversion, given["peft_config"])
         logger.debug("%s: %s", name, conversion.values)
         return conversion
+
+    def _put_tools(self, conversion: Conversion, tools: Sequence[Any]) -> None:
+        """Set the names of the tools, whose functions themselves are given to the run."""
+        if tools:
+            conversion.put("trainer.tools", [f"{one.__module__}:{one.__name__}" for one in tools])
+        else:
+            conversion.values.pop("trainer.max_turns", None)  # without effect, as in TRL
 
     def _put_roles(self, conversion: Conversion, given: Mapping[str, Any]) -> dict[str, object]:
         """Set the sections of the other models, and return those that are objects, by role."""
@@ -248,6 +255,7 @@ class TrlTrainer:
         run = build_run(conversion, type(self).__name__, {"mixture": mixture}, positions)
         elm = eLargeModel.from_run(run)
         elm.given_rows = given_rows
+        elm.tools = tuple(given.get("tools", ()))
         if functions and len(names) < len(functions):
             from ed_trainers.rewards import reward_function
 

@@ -183,9 +183,17 @@ SECTIONS: dict[str, Section] = {
             training.rewards,
             requirements.check_requirements,
         ),
-        machine_checks=(machine.save_directory, machine.reward_functions, machine.trackers),
+        machine_checks=(
+            machine.save_directory,
+            machine.reward_functions,
+            machine.tools,
+            machine.trackers,
+        ),
         unused=unused.find_unused_trainer,
-        builds={"trainer": "ed_elarge.building.parts:build_trainer"},
+        builds={
+            "trainer": "ed_elarge.building.parts:build_trainer",
+            "tools": "ed_elarge.building.tools:build_tools",
+        },
     ),
     "esurge": Section(
         EngineConfig,

@@ -94,6 +94,12 @@ def _put_dtype(conversion: Conversion, key: str, value: object) -> None:
         conversion.put("loader.param_dtype", name, key)
 
 
+def _put_turns(conversion: Conversion, key: str, value: object) -> None:
+    """Set the limit of messages, which counts the message without calls, too."""
+    if value is not None:
+        conversion.put("trainer.max_turns", int(str(value)) + 1, key)
+
+
 def _put_model_arguments(conversion: Conversion, key: str, value: object) -> None:
     for name, item in dict(value).items() if isinstance(value, Mapping) else ():
         rule = MODEL_RULES.get(name)
@@ -196,7 +202,7 @@ TRL_RULES: dict[str, KeyRule] = {
     "model_init_kwargs": KeyRule("the sections model and loader", _put_model_arguments),
     "teacher_model_init_kwargs": lose("the section teacher_model"),
     "vllm_structured_outputs_regex": lose("no counterpart"),
-    "max_tool_calling_iterations": lose("trainer.max_turns, with trainer.environment"),
+    "max_tool_calling_iterations": KeyRule("trainer.max_turns", _put_turns),
     "padding_value": omit("padding has no token of its own in the loss"),
     "generate_during_eval": lose("trainer.generation_prompts and generation_interval"),
     "is_encoder_decoder": omit("the configuration of the model decides"),

@@ -8,13 +8,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy as np
 from ed_infra.inputs import ROUTED_EXPERTS
 
 from ed_trainers.contract import Prepared
+from ed_trainers.environments.tools import ReadReply, count_calls
 from ed_trainers.losses.next_token import next_token_batch
+from ed_trainers.online.turns import ChatTokenizer, split_completion
 from ed_trainers.rollout import Sampled
 
 #: Step by which the rows of a reward model grow, in tokens.
@@ -77,6 +79,7 @@ class Completions:
         given: the tokens of an environment, see `Sampled.given`; empty: none.
         experts: the experts of the tokens of each row, see `Sampled.experts`; empty: none.
         masks: see `Sampled.masks`; empty: none.
+        has_tools: whether the completions are messages of a model with tools.
         scores: reward -> value of each completion, [n], NaN for None. A scorer adds the rewards and
             their weighted sum, `reward`.
     """
@@ -95,6 +98,7 @@ class Completions:
     given: list[Sequence[tuple[int, int]]] = field(default_factory=list)
     experts: list[np.ndarray] = field(default_factory=list)
     masks: list[Sequence[np.ndarray]] = field(default_factory=list)
+    has_tools: bool = False
     scores: dict[str, np.ndarray] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -122,6 +126,7 @@ class Completions:
             given=some(self.given) if self.given else [],
             experts=some(self.experts) if self.experts else [],
             masks=some(self.masks) if self.masks else [],
+            has_tools=self.has_tools,
         )
 
     @classmethod
@@ -167,6 +172,7 @@ class Completions:
             given=join("given"),
             experts=join("experts"),
             masks=join("masks"),
+            has_tools=parts[0].has_tools,
         )
 
     def rows(self, length: int) -> Prepared:
@@ -297,6 +303,7 @@ class Completions:
             "completions/max_length": float(lengths.max()),
             "completions/clipped_ratio": float(1 - ended.mean()),
             "completions/mean_terminated_length": float(ended_lengths.mean()),
+            **(count_calls(self.completions) if self.has_tools else {}),
         }
 
 
@@ -345,6 +352,7 @@ def build_completions(
     sampled: Sequence[Sampled],
     copies: int,
     tokenizer: object | None,
+    read: ReadReply | None = None,
 ) -> Completions:
     """Return the completions of a batch of prompts.
 
@@ -354,6 +362,7 @@ def build_completions(
         sampled: the continuations, ordered by prompt, `copies` for each prompt.
         copies: number of continuations per prompt.
         tokenizer: decodes the continuations; without it, completions are token ids.
+        read: reads messages of a model with tools; None: there are no tools.
     """
     prompts: list[PromptContent] = list(getattr(batch, "prompts", prompt_ids))
     images = get_images(batch)
@@ -361,6 +370,10 @@ def build_completions(
     decode = getattr(tokenizer, "decode", None)
     completions = [
         as_written(prompts[i // copies], list(one.token_ids), decode)
+        if read is None
+        else split_completion(
+            list(one.token_ids), one.given, cast("ChatTokenizer", tokenizer), read
+        )
         for i, one in enumerate(sampled)
     ]
 
@@ -394,6 +407,7 @@ def build_completions(
         given=[one.given for one in sampled],
         experts=[one.experts for one in sampled if one.experts is not None],
         masks=[one.masks for one in sampled if one.masks is not None],
+        has_tools=read is not None,
     )
 
 

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from ed_infra import distributed
 from ed_infra.errors import ConfigError, EasyDeLError
 
-from ed_trainers.contract import MethodRun
 from ed_trainers.environments import Environment, EnvironmentReply, environment_class
+from ed_trainers.environments.tools import ToolEnvironment, ToolSet, write_error
 from ed_trainers.online.sample_ledger import GIVEN, SamplePart, build_sample
-from ed_trainers.options.online import OnlineArguments
+from ed_trainers.online.turns import build_error, encode_replies
 from ed_trainers.rollout import Rollout, Sampled, SampleRequest, Weights
-
-#: Content of a message that no template changes.
-_ANSWER = "ANSWER-d41c"
 
 
 class EpisodeTurn(NamedTuple):
@@ -30,13 +28,13 @@ class EpisodeTurn(NamedTuple):
     Attributes:
         ends: whether the sample ends.
         done: whether the environment ended the sample; False if a limit ended it.
-        reward: sum of the rewards of the sample so far.
+        reward: sum of the rewards of the sample so far; None: there is no environment, only tools.
         tokens: the tokens that the model reads next; empty if the environment is done.
     """
 
     ends: bool
     done: bool
-    reward: float
+    reward: float | None
     tokens: list[int]
 
 
@@ -44,32 +42,45 @@ class Episode:
     """The conversation of one sample with its environment.
 
     Args:
-        environment: the environment of this sample.
+        environment: the environment of this sample; None: there are only tools.
         prompt: the prompt as written.
         row: the fields of the row of data.
         tokenizer: decodes the messages of the model, and encodes those of the environment.
         max_turns: largest number of messages of the model; None: no limit.
+        tools: the tools of the model. The environment then receives parsed calls.
 
     Raises:
-        ConfigError: the prompt is neither a text nor a chat, or there is no tokenizer.
+        ConfigError: the prompt is neither a text nor a chat, or a text with tools, or there is no
+            tokenizer.
     """
 
     def __init__(
         self,
-        environment: Environment,
+        environment: Environment | None,
         prompt: object,
         row: Mapping[str, object],
         tokenizer: Any,
         max_turns: int | None = None,
+        tools: ToolSet | None = None,
     ):
         messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if not messages or not isinstance(messages[0], Mapping):
             raise ConfigError("an environment needs prompts that are texts or chats, not token ids")
         if tokenizer is None:
             raise ConfigError("an environment reads texts: pass a tokenizer to the trainer")
+        if tools is not None and isinstance(prompt, str):
+            raise ConfigError(
+                "tools are part of the chat template, and this prompt is a text: write prompts as "
+                "chats, [{role: user, content: …}]"
+            )
+        self._has_reward = environment is not None
+        if tools is not None:
+            environment = ToolEnvironment(tools, environment)
+        assert environment is not None, "an episode has an environment or tools"
         environment.reset(messages, row)
         self.turns, self._reward = 0, 0.0
         self._environment, self._tokenizer, self._max_turns = environment, tokenizer, max_turns
+        self._tools = tools
         self._messages: list[Mapping[str, Any]] = list(messages)
         self._is_text = isinstance(prompt, str)
         self._answer: Sequence[int] = ()
@@ -81,13 +92,23 @@ class Episode:
         Args:
             answer: the tokens of the message, end token included.
         """
-        text = self._tokenizer.decode(answer, skip_special_tokens=True)
-        self._messages.append({"role": "assistant", "content": text})
-        self._reply = EnvironmentReply(*self._environment.step(list(self._messages)))
+        message, problem = self._read(answer)
+        self._messages.append(message)
+        if problem:
+            self._reply = EnvironmentReply([build_error(write_error(problem))])
+        else:
+            self._reply = EnvironmentReply(*self._environment.step(list(self._messages)))
         self._messages += self._reply.messages
         self._reward += self._reply.reward
         self._answer = answer
         self.turns += 1
+
+    def _read(self, answer: Sequence[int]) -> tuple[dict[str, Any], str]:
+        """Return a message of the model, and the fault of its calls."""
+        if self._tools is not None:
+            return self._tools.read(answer)
+        text = self._tokenizer.decode(answer, skip_special_tokens=True)
+        return {"role": "assistant", "content": text}, ""
 
     def get_turn(self, room: int) -> EpisodeTurn:
         """Return what follows the newest message of the model.
@@ -96,45 +117,54 @@ class Episode:
             room: number of tokens that the sample may still get.
         """
         done, tokens = self._reply.done, list[int]()
-        if not done:
+        if done and self._tools is not None and room <= 0:
+            # Tools end a sample whose message has no call, also if the limit cut the message off.
+            eos = getattr(self._tokenizer, "eos_token_id", None)
+            done = self._answer[-1] in (eos if isinstance(eos, list) else [eos])
+        elif not done:
             tokens = self._encode_messages(self._reply.messages)
         # Without a token for the model, the sample ends here.
         is_last = self._max_turns is not None and self.turns >= self._max_turns
         ends = done or is_last or not tokens or len(tokens) >= room
-        return EpisodeTurn(ends, done, self._reward, tokens)
+        return EpisodeTurn(ends, done, self._reward if self._has_reward else None, tokens)
 
     def _encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the tokens between the newest message of the model and its next one."""
         if self._is_text:
             text = "".join(str(message["content"]) for message in messages)
             return self._tokenizer.encode(text, add_special_tokens=False)
-        said = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _ANSWER}]
-        text = self._tokenizer.apply_chat_template(
-            [*said, *messages], tokenize=False, add_generation_prompt=True
-        )
-        text = text[text.index(_ANSWER) + len(_ANSWER) :]
-        end = self._tokenizer.decode(self._answer[-1:])
-        return self._tokenizer.encode(text.removeprefix(end), add_special_tokens=False)
+        return encode_replies(messages, self._tokenizer, self._answer[-1:]) if messages else []
 
 
 #: Returns the episode of a row of `SampleRequest.rows`.
 CreateEpisode = Callable[[Mapping[str, Any]], Episode]
 
 
-def build_episode_factory(run: MethodRun) -> CreateEpisode:
-    """Return a function that begins episodes with the environment of a run.
+def build_episode_factory(
+    environment: str | None,
+    folders: Sequence[str | Path],
+    get_tokenizer: Callable[[], Any],
+    max_turns: int | None,
+    tools: ToolSet | None,
+) -> CreateEpisode | None:
+    """Return a function that begins episodes; None: there are no tools and no environment.
+
+    Args:
+        environment: class of the environment, see `environment_class`.
+        folders: where the class is searched, before the working directory.
+        get_tokenizer: returns the tokenizer.
+        max_turns, tools: see `Episode`.
 
     Raises:
         ConfigError: there is no such environment.
     """
-    options = run.arguments
-    assert isinstance(options, OnlineArguments), "the options of a method that samples"
-    assert options.environment is not None, "the caller checks the option"
-    create = environment_class(options.environment, run.reward_folders)
+    if environment is None and tools is None:
+        return None
+    create = (lambda: None) if environment is None else environment_class(environment, folders)
 
     def begin(row: Mapping[str, Any]) -> Episode:
         fields = {name: value for name, value in row.items() if name != "prompt"}
-        return Episode(create(), row["prompt"], fields, run.tokenizer, options.max_turns)
+        return Episode(create(), row["prompt"], fields, get_tokenizer(), max_turns, tools)
 
     return begin
 

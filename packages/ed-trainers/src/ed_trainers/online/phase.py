@@ -168,8 +168,13 @@ class Phase:
         self._rows, self._complete, self._axes = method.rows, method.complete, method.axes
         self._programs: dict[Question, Callable[..., dict[str, jax.Array]]] = {}
         self._figures: dict[str, float] = {}  # of the rollout
-        has_environment = self.options.environment is not None
-        self._create_episode = build_episode_factory(run) if has_environment else None
+        self._create_episode = build_episode_factory(
+            self.options.environment,
+            run.reward_folders,
+            lambda: run.tokenizer,
+            self.options.max_turns,
+            run.tools,
+        )
         if method.complete is not None and isinstance(run.rollout, AheadRollout):
             raise ConfigError(
                 f"{run.name} decides for each generation how prompts are completed, so it cannot "
@@ -276,7 +281,8 @@ class Phase:
                 "it must return one for each prompt, in their order"
             )
         prompts = [list(prompt) for prompt in request.prompts]
-        return build_completions(batch, prompts, sampled, request.copies, run.tokenizer)
+        read = None if run.tools is None else run.tools.read
+        return build_completions(batch, prompts, sampled, request.copies, run.tokenizer, read)
 
     def policy(self, weights: Weights) -> Weights:
         """Return the weights of the model alone, without those of an extension."""

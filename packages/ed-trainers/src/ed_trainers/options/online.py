@@ -30,6 +30,16 @@ SamplingTemperature = Annotated[float, Field(ge=1e-5, le=1e6)]
 EntropyWeight = Annotated[float, Field(ge=-1e6, le=1e6)]
 
 
+def _one_or_many(value: object) -> object:
+    return (value,) if isinstance(value, str | dict) else value
+
+
+#: Functions `path/file.py:function` or `module:function`.
+FunctionNames = Annotated[
+    tuple[Annotated[str, Field(pattern=r":\w+(\.\w+)*$")], ...], BeforeValidator(_one_or_many)
+]
+
+
 class OnlineArguments(TrainingArguments):
     """Options of sampling, and of the training steps per generation."""
 
@@ -71,6 +81,15 @@ class OnlineArguments(TrainingArguments):
     max_turns: Count | None = None
     """Maximum number of messages of the model in a completion; None: only `max_completion_length`
     limits them."""
+    tools: FunctionNames = ()
+    """Functions that the model may call, `path/file.py:function` or `module:function`, searched as
+    `reward_functions` are. The prompts contain their signatures and docstrings, and the model reads
+    their results. A completion ends with the first message without a call."""
+    tool_timeout: Positive = 30.0
+    """Maximum duration of a call of a tool in seconds; then the model reads an error."""
+    tool_format: str = "auto"
+    """Format of the calls in the replies of the model: a value of the server's `tool_parser_name`.
+    `auto`: the format of the chat template."""
 
     @property
     def completions_per_row(self) -> int:
@@ -109,9 +128,14 @@ class OnlineArguments(TrainingArguments):
 
     def idle(self) -> list[tuple[str, str]]:
         """See `TrainingArguments.idle`."""
-        if self.environment is not None or "max_turns" not in self.model_fields_set:
-            return super().idle()
-        return [*super().idle(), ("max_turns", "there is no environment to reply")]
+        idle_options = super().idle()
+        if not self.tools:
+            names = {"tool_timeout", "tool_format"} & self.model_fields_set
+            idle_options += [(name, "there are no tools") for name in sorted(names)]
+        has_replies = bool(self.tools) or self.environment is not None
+        if not has_replies and "max_turns" in self.model_fields_set:
+            idle_options.append(("max_turns", "there is no environment to reply, and no tools"))
+        return idle_options
 
     @model_validator(mode="after")
     def _prompts_are_whole(self) -> Self:
@@ -124,10 +148,6 @@ class OnlineArguments(TrainingArguments):
                 f"{self.ROWS_OPTION} of them. To count prompts, set batch_unit: prompts"
             )
         return self
-
-
-def _one_or_many(value: object) -> object:
-    return (value,) if isinstance(value, str | dict) else value
 
 
 #: A rule of `ed_trainers.rewards`, `path/file.py:function`, `module:function`, or one of these with

@@ -201,7 +201,7 @@ TRL: dict[str, str] = {
     "log_completions_hub_repo": _COMPLETIONS,
     "log_multimodal": _COMPLETIONS,
     "log_unique_prompts": _COMPLETIONS,
-    "max_tool_calling_iterations": "max_turns, with an environment that calls the tools",
+    "max_tool_calling_iterations": "max_turns, with tools: one more, for the message without calls",
     "multi_objective_aggregation": "reward_weights",
     "teacher_model_name_or_path": "the section teacher_model: {name_or_path: ...}",
     "teacher_model_revision": "the section teacher_model: {revision: ...}",

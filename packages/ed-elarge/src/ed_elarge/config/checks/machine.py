@@ -159,6 +159,15 @@ def environment(run: RunConfig) -> Iterator[Problem]:
     yield from (Problem((section, "environment"), message) for message in messages)
 
 
+def tools(run: RunConfig) -> Iterator[Problem]:
+    """Check that the functions of the tools exist."""
+    for i, name in enumerate(getattr(run.trainer, "tools", ())):
+        spec = user_code.find_reward_module(name, (run.folder,))
+        missing = user_code.why_not_found(name, (run.folder,))
+        messages = [missing] if spec is None else _without_attribute(spec, name)
+        yield from (Problem(("trainer", "tools", i), message) for message in messages)
+
+
 def reward_functions(run: RunConfig) -> Iterator[Problem]:
     """Check the reward functions and the judge: rules, entry points, and modules of functions."""
     trainer = run.trainer

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from ed_infra.conversation import TOOL_FORMAT, renders_tools
 
 from ed_esurge.replies.events import CallArguments, CallBegins, CallEnds, Event, ReplyText
-from ed_esurge.replies.formats import FormatT, ToolFormat, detect, get_format
+from ed_esurge.replies.formats import ToolFormat
 from ed_esurge.replies.parser import Calls, ReplyParser, new_call_id
+from ed_esurge.replies.reading import choose_formats
 from ed_esurge.replies.reasoning_formats import REASONING_FORMATS
 from ed_esurge.replies.tool_formats import TOOL_FORMATS
 from ed_esurge.server.generation.requests import ChatRequest
@@ -93,18 +94,10 @@ class ReplyFormats:
         reasoning_parser: str = "auto",
     ) -> None:
         self.enabled, self._tokenizer = enable_function_calling, tokenizer
-        vocabulary = tokenizer.get_vocab()
-
-        def choose(table: Mapping[str, FormatT], name: str, option: str) -> FormatT | None:
-            if name == "auto":
-                name = detect(table, template, vocabulary) or "none"
-            return None if name == "none" else get_format(table, name, option)
-
         self._takes_tools = renders_tools(template)
-        if not self._takes_tools and tool_parser_name == "auto":
-            tool_parser_name = TOOL_FORMAT
-        self.tools = choose(TOOL_FORMATS, tool_parser_name, "tool_parser_name")
-        self.reasoning = choose(REASONING_FORMATS, reasoning_parser, "reasoning_parser")
+        self.tools, self.reasoning = choose_formats(
+            tokenizer, template, tool_parser_name, reasoning_parser
+        )
         if self.tools is None and tool_parser_name == "auto" and enable_function_calling:
             logger.warning(
                 "the chat template supports tools, and its format of calls is unknown: requests "

@@ -1,0 +1,114 @@
+"""`trainer.tools`: functions as JSON schemas in the prompts, checked before the run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from ed_data import train_bpe
+from ed_elarge.building.tools import build_tool_set, describe_function
+from ed_elarge.config.checks import machine
+from ed_elarge.model import eLargeModel
+from ed_infra.errors import ConfigError
+from ed_trainers.arguments import arguments_class
+
+TOOL = '''
+def look(place: str) -> str:
+    """
+    Look at a place.
+
+    Args:
+        place: The place.
+    """
+    return place
+'''
+
+
+def look(place: str) -> str:
+    """
+    Look at a place.
+
+    Args:
+        place: The place.
+    """
+    return place
+
+
+def write_run(folder, **trainer):
+    (folder / "tools.py").write_text(TOOL)
+    rows = [{"prompt": [{"role": "user", "content": f"Question {i}"}]} for i in range(4)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tokenizer = train_bpe(["look at a place"], 300, special_tokens=["<|im_end|>"])
+    tokenizer.save_pretrained(folder / "tokenizer")
+    config = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8}
+    config |= {"num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 300}
+    return eLargeModel(
+        {
+            "model": {"config": config, "tokenizer": {"name_or_path": str(folder / "tokenizer")}},
+            "mixture": {
+                "informs": [{"data_files": str(folder / "rows.jsonl"), "content_field": "prompt"}]
+            },
+            "trainer": {
+                "trainer_type": "grpo",
+                "reward_functions": [{"regex": {"pattern": "a"}}],
+                "save_directory": str(folder / "run"),
+                **trainer,
+            },
+        }
+    )
+
+
+def test_prompts_contain_the_schemas_of_the_functions(tmp_path):
+    elm = write_run(tmp_path, tools=f"{tmp_path / 'tools.py'}:look")
+    tools = elm.part("tools")
+    assert list(tools.functions) == ["look"] and tools.seconds == 30
+    assert tools.schemas == [describe_function(look)]
+    loader = elm.build_dataset()
+    text = elm.build_tokenizer().decode(loader.batch_at(0).input_ids[0])
+    assert json.dumps(tools.schemas[0]) in text and "Look at a place." in text
+    other = write_run(tmp_path)
+    assert other.part("tools") is None
+    assert other.build_dataset().fingerprint != loader.fingerprint
+    other.tools = (look,)
+    other.clear_cache()
+    assert other.part("tools").functions == {"look": look}
+
+
+def test_functions_that_do_not_exist_are_found_before_the_run(tmp_path):
+    elm = write_run(tmp_path, tools=[f"{tmp_path / 'tools.py'}:lok", "nowhere.py:look"])
+    first, second = machine.tools(elm.config)
+    assert first.path == ("trainer", "tools", 0) and "has no 'lok'" in first.message
+    assert second.path == ("trainer", "tools", 1) and "no file 'nowhere.py'" in second.message
+
+
+def test_functions_that_cannot_be_described_are_errors(tmp_path):
+    options = arguments_class("grpo")(reward_functions="m:f", tools="m:f")
+    tokenizer = write_run(tmp_path).build_tokenizer()
+
+    def undescribed(place: str) -> str:
+        return place
+
+    def unannotated(place):
+        """
+        Look.
+
+        Args:
+            place: The place.
+        """
+
+    for function in (undescribed, unannotated):
+        with pytest.raises(ConfigError, match="cannot be described to the model"):
+            build_tool_set([function], tokenizer, options)
+    with pytest.raises(ConfigError, match="two tools have the name 'look'"):
+        build_tool_set([look, look], tokenizer, options)
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match="the tokenizer has none"):
+        build_tool_set([look], tokenizer, options)
+
+
+def test_other_processes_need_names_of_functions(tmp_path):
+    elm = write_run(tmp_path)
+    elm.update_config({"asynchronous": {"max_staleness": 0}})
+    elm.tools = (look,)
+    with pytest.raises(ConfigError, match="write their names as"):
+        elm.part("tools")
