@@ -84,6 +84,23 @@ def test_copy_of_the_page_pool_is_reported():
     assert report["pool_copied_bytes"] == LAYERS * SLOTS * WIDTH * 2
 
 
+def test_kernel_that_returns_the_pages_in_place_reads_none_of_them():
+    program = """HloModule jit_step, is_scheduled=true
+
+ENTRY %main (rows: bf16[8,64], pool: bf16[1024,64]) -> (bf16[8,64], bf16[1024,64]) {
+  %rows = bf16[8,64]{1,0} parameter(0)
+  %pool = bf16[1024,64]{1,0} parameter(1)
+  ROOT %pallas_call.1 = (bf16[8,64]{1,0}, bf16[1024,64]{1,0}) custom-call(%rows, %pool), \
+custom_call_target="__gpu$xla.gpu.triton"ALIAS, metadata={op_name="jit(step)/store/pallas_call"}
+}
+"""
+    pool = PageArray(HloShape("bf16", (1024, 64)), 1, 4096.0)
+    for alias, read in (("", 4096), (", output_to_operand_aliasing={{1}: (1, {})}", 0)):
+        (launch,) = LaunchList(parse_hlo(program.replace("ALIAS", alias)), [pool]).launches
+        assert (launch.read, launch.pool_read) == (8 * 64 * 2 + read, read)
+        assert (launch.written, launch.pool_copied) == (8 * 64 * 2, 0)
+
+
 def test_layer_that_is_sliced_out_of_the_pool_is_a_copy():
     text = read_text("decode").replace("bf16[3,64,64]", "bf16[3,1024,64]")
     text = text.replace("bf16[1,64,64]", "bf16[1,1024,64]")

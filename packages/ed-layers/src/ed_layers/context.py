@@ -26,10 +26,10 @@ Legend: b batch, s query length, r rotary dimension, n buckets, h heads.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +83,7 @@ _AXES: dict[str, tuple[str | None, ...]] = {
         *("position_ids", "rope", "mask_info", "windows", "ragged", "adapter_ids", "key"),
         *("buckets", "summary_buckets", "encoded", "added", "routed_experts", "given_experts"),
     ],
-    meta_fields=["layerdrop", "returns_experts", "mode", "config"],
+    meta_fields=["layerdrop", "returns_experts", "mode", "config", "sums"],
 )
 @dataclass(frozen=True)
 class Ctx:
@@ -112,6 +112,7 @@ class Ctx:
         layerdrop: probability that training skips a layer (Fan et al. 2019); static.
         mode: "train" (layers may be recomputed in a backward pass), "prefill" or "decode" (static).
         config: the model's configuration, for the sharding of activations (static).
+        sums: sums of a step that kernels compute (static); None = no such kernel.
     """
 
     position_ids: Int[Array, "b s"]
@@ -131,10 +132,31 @@ class Ctx:
     layerdrop: float = field(default=0.0)
     mode: Mode = field(default="train")
     config: EasyDeLBaseConfig | None = None
+    sums: StreamAdditions | None = None
 
     def name_activation(self, x: Float[Array, "*dims"], name: str) -> jax.Array:
         """Name an intermediate value, for remat policies and for the mesh."""
-        return name_activation(x, name, self.config, self.mode)
+        return self.rename(x, name_activation(x, name, self.config, self.mode))
+
+    def rename(self, x: Float[Array, "*dims"], y: Float[Array, "*dims"]) -> jax.Array:
+        """Return `y`, an array with the values of `x`."""
+        return y if self.sums is None else self.sums.rename(x, y)
+
+    def project_to_stream(
+        self, layer: Callable[..., jax.Array], x: Float[Array, "*rows i"]
+    ) -> jax.Array:
+        """Return `layer(x, ctx)`, a result that is added to the stream."""
+        return layer(x, self) if self.sums is None else self.sums.project(layer, x, self)
+
+    def add_to_stream(self, x: Float[Array, "b s d"], y: Float[Array, "b s d"]) -> jax.Array:
+        """Return `x + y`, the stream after the output of a layer."""
+        return x + y if self.sums is None else self.sums.add(x, y)
+
+    def normalize(
+        self, norm: Callable[[jax.Array], jax.Array], x: Float[Array, "b s d"]
+    ) -> jax.Array:
+        """Return `norm(x)` of the stream."""
+        return norm(x) if self.sums is None else self.sums.normalize(norm, x)
 
     def apply_dropout(self, x: Float[Array, "*dims"], rate: float, site: str) -> jax.Array:
         """Apply dropout in training; each `site` of a layer uses a separate random key."""
@@ -183,6 +205,26 @@ class Ctx:
         if self.routed_experts is not None:
             changes["given_experts"] = self.routed_experts[:, :, layer]
         return replace(self, **changes) if changes else self
+
+
+class StreamAdditions(Protocol):
+    """Kernels that compute the additions to the stream (`ed_layers.stream_gpu`)."""
+
+    def project(self, layer: Callable[..., jax.Array], x: jax.Array, ctx: Ctx) -> jax.Array:
+        """Return `layer(x, ctx)`, a result that is added to the stream."""
+        ...
+
+    def rename(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        """Return `y`, an array with the values of `x`."""
+        ...
+
+    def add(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        """Return `x + y`, the stream after an addition."""
+        ...
+
+    def normalize(self, norm: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+        """Return `norm(x)` of the stream."""
+        ...
 
 
 def name_activation(

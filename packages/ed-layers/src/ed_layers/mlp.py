@@ -88,8 +88,8 @@ class GatedMLP(nnx.Module):
             gate = ctx.name_activation(self.gate_proj(x, ctx), "mlp_gate")
             up = ctx.name_activation(self.up_proj(x, ctx), "mlp_up")
             inner = call_with_remat(partial(apply_gate, self.hidden_act), gate, up)
-        out = self.down_proj(ctx.apply_dropout(inner, self.dropout, "mlp_inner"), ctx)
-        return ctx.name_activation(out, "mlp_down")
+        inner = ctx.apply_dropout(inner, self.dropout, "mlp_inner")
+        return ctx.name_activation(ctx.project_to_stream(self.down_proj, inner), "mlp_down")
 
 
 class MLP(nnx.Module):
@@ -133,7 +133,8 @@ class MLP(nnx.Module):
         if inner is None:
             up = ctx.name_activation(self.up_proj(x, ctx), "mlp_up")
             inner = self.act_fn(up) if act is None else call_with_remat(activation(act), up)
-        out = self.down_proj(ctx.apply_dropout(inner, self.dropout, "mlp_inner"), ctx)
+        inner = ctx.apply_dropout(inner, self.dropout, "mlp_inner")
+        out = ctx.project_to_stream(self.down_proj, inner)
         return ctx.name_activation(ctx.name_activation(out, "mlp_down"), "mlp_output")
 
 

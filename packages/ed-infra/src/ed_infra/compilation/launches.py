@@ -311,10 +311,13 @@ class LaunchList:
         if one.opcode in ("dynamic-update-slice", "scatter"):
             return [0.0, *sizes[1:]]
         if one.opcode == "custom-call":
+            # A kernel that returns the pages in place writes new tokens; attention reads them.
+            written_in_place = list_aliased_operands(one)
             for index, name in enumerate(one.operands):
                 pool = self._find_pool(computation.read_shapes(name))
                 if pool is not None:
-                    sizes[index] = min(sizes[index], pool.step_bytes)
+                    read = 0.0 if index in written_in_place else pool.step_bytes
+                    sizes[index] = min(sizes[index], read)
         return sizes
 
     def _read_parameter(self, body: HloComputation, name: str) -> float:
@@ -438,6 +441,12 @@ def get_updated(one: HloInstruction) -> tuple[str, ...]:
     if one.opcode == "dynamic-update-slice":
         return one.operands[:1]
     return one.operands[: len(one.operands) // 2] if one.opcode == "scatter" else ()
+
+
+def list_aliased_operands(one: HloInstruction) -> set[int]:
+    """Return the numbers of the operands whose memory a custom call returns."""
+    found = re.search(r"output_to_operand_aliasing=\{(.*?\))\}", one.attributes)
+    return {int(x) for x in re.findall(r"\((\d+),", found[1])} if found else set()
 
 
 def count_updates(computation: HloComputation, one: HloInstruction) -> float:

@@ -21,11 +21,12 @@ __getattr__, __dir__, __all__ = attach(
         "Kernel": "ed_layers.attention.kernel",
         "Mechanism": "ed_layers.attention.mechanism",
         "attend": "ed_layers.attention.dispatch",
+        "attend_and_write": "ed_layers.attention.dispatch",
         "attend_with_scoring": "ed_layers.attention.dispatch",
     },
 )
 
 if TYPE_CHECKING:
-    from ed_layers.attention.dispatch import attend, attend_with_scoring
+    from ed_layers.attention.dispatch import attend, attend_and_write, attend_with_scoring
     from ed_layers.attention.kernel import MECHANISMS, Kernel
     from ed_layers.attention.mechanism import Mechanism

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,15 @@ from ed_layers.attention.kernel import Cached, Paged, Projected
 from ed_layers.attention.kernels import run_chosen_kernel
 from ed_layers.attention.mechanism import Mechanism, check_mechanism, choose, choose_for_cache
 from ed_layers.attention.scoring import Alibi, RelativeBias, Scoring, WindowLimit
-from ed_layers.cache.protocol import Cache, Layer, Pages, StoredLayer
+from ed_layers.cache.protocol import Cache, KeysWriter, Layer, Pages, StoredLayer
 from ed_layers.cache.ragged import RaggedBatch
+
+
+class QueriesWriter(KeysWriter, Protocol):
+    """A kernel that computes queries [T, h, k] with the keys and values that it writes."""
+
+    queries: jax.Array
+
 
 CacheT = TypeVar("CacheT", bound=Cache | None)
 
@@ -152,20 +159,8 @@ def attend_with_scoring(
         if cache is None:
             raise ConfigError("ragged requires the cache of pages: pass the cache, too")
         cache, pages = cache.update(layer, kv, ragged=ragged, group=group)
-        assert isinstance(pages, Pages), "a flat batch reads pages"
-        call = Paged(
-            name=mechanism.pages,
-            q=q[0],
-            scoring=scoring,
-            pages=pages,
-            ragged=pages.ragged or ragged,
-            config=config,
-        )
-        check_scoring(scoring, q.shape[2], pages.pool.shape[-3])
-        check_mechanism("decode_attn_mechanism", call.name, call.features, reads=("pages",))
-        return run_chosen_kernel(mechanism.replace_mechanism(call, call.name))[None].astype(
-            out_dtype
-        ), cache
+        out = attend_to_pages(q[0], pages, scoring, ragged, mechanism)
+        return out[None].astype(out_dtype), cache
     if mask_info is None:
         raise ConfigError("mask_info is None: only a ragged batch may omit the mask")
     if cache is not None:
@@ -199,6 +194,51 @@ def attend_with_scoring(
     if 0 in (*q.shape[:2], k.shape[1]):  # no row, no query or no key
         return jnp.zeros((*q.shape[:3], v.shape[-1]), out_dtype), cache
     return run_chosen_kernel(mechanism.replace_mechanism(call, name)).astype(out_dtype), cache
+
+
+def attend_and_write(
+    writer: QueriesWriter,
+    scoring: Scoring,
+    *,
+    cache: CacheT,
+    layer: Layer,
+    ragged: RaggedBatch,
+    group: str,
+    mechanism: Mechanism,
+) -> tuple[Float[Array, "1 T h d"], CacheT]:
+    """Compute `attend_with_scoring` for a flat batch whose queries, keys and values a kernel
+    computes while it writes the keys and values into the cache.
+
+    Args:
+        writer: the kernel.
+    """
+    assert cache is not None, "a flat batch has a cache of pages"
+    scoring = replace(scoring, dropout=0.0, softmax_dtype=mechanism.softmax_dtype)
+    cache, pages = cache.update(layer, writer, ragged=ragged, group=group)
+    out = attend_to_pages(writer.queries, pages, scoring, ragged, mechanism)
+    return out[None], cache
+
+
+def attend_to_pages(
+    q: Float[Array, "T h k"],
+    pages: StoredLayer | Pages,
+    scoring: Scoring,
+    ragged: RaggedBatch,
+    mechanism: Mechanism,
+) -> Float[Array, "T h d"]:
+    """Run the mechanism on the pages of a layer."""
+    assert isinstance(pages, Pages), "a flat batch reads pages"
+    call = Paged(
+        name=mechanism.pages,
+        q=q,
+        scoring=scoring,
+        pages=pages,
+        ragged=pages.ragged or ragged,
+        config=mechanism.config,
+    )
+    check_scoring(scoring, q.shape[1], pages.pool.shape[-3])
+    check_mechanism("decode_attn_mechanism", call.name, call.features, reads=("pages",))
+    return run_chosen_kernel(mechanism.replace_mechanism(call, call.name))
 
 
 def zero_padding(x: Float[Array, "b n h k"], segment_ids: Int[Array, "b n"]) -> jax.Array:

@@ -26,6 +26,8 @@ _FORMATS = {
     "int8": (jnp.dtype(jnp.int8), 127.0),
     "fp8": (jnp.dtype(jnp.float8_e4m3fn), 448.0),
 }
+#: dtype of codes -> the largest magnitude of a code.
+LARGEST_CODES = dict(_FORMATS.values())
 
 
 @jax.tree_util.register_dataclass

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Int
 
 from ed_layers.cache.codes import Codes, Numbers, encode_numbers, first_numbers, map_slots
-from ed_layers.cache.protocol import KeysValues, StoredLayer, keys_values
+from ed_layers.cache.protocol import KeysValues, NewKeys, StoredLayer, keys_values
 from ed_layers.cache.ragged import RaggedBatch
 from ed_layers.cache.sharded import splits_slots, write_rows
 from ed_layers.cache.spec import LayerCacheSpec, LayerSpecs, uniform
@@ -165,7 +165,7 @@ class CacheRows:
     def update(
         self,
         layer: Layer,
-        kv: KeysValues | None,
+        kv: NewKeys | None,
         *,
         mask_info: MaskInfo | None = None,
         ragged: RaggedBatch | None = None,
@@ -177,9 +177,7 @@ class CacheRows:
         return self.store(layer, kv, mask_info)
 
     @abstractmethod
-    def store(
-        self, layer: Layer, kv: KeysValues | None, mask: MaskInfo
-    ) -> tuple[Self, StoredLayer]:
+    def store(self, layer: Layer, kv: NewKeys | None, mask: MaskInfo) -> tuple[Self, StoredLayer]:
         """Store the keys and values of one layer; `update` calls this method."""
 
     def write(self, layer: Layer, kv: KeysValues, slots: Int[Array, "b s"]) -> Self:
@@ -252,9 +250,7 @@ class DenseCache(CacheRows):
         )
         return cache, mask_info, add_offsets(positions, self.offsets)
 
-    def store(
-        self, layer: Layer, kv: KeysValues | None, mask: MaskInfo
-    ) -> tuple[Self, StoredLayer]:
+    def store(self, layer: Layer, kv: NewKeys | None, mask: MaskInfo) -> tuple[Self, StoredLayer]:
         """Store the keys and values of one layer after the previous tokens; return all slots.
 
         A row with more tokens than slots stores NaN in its last slot, which every later query of
@@ -335,9 +331,7 @@ class WindowCache(CacheRows):
         mask_info = MaskInfo(segments, kv[0], positions, kv[1])
         return cache, mask_info, add_offsets(positions, self.offsets)
 
-    def store(
-        self, layer: Layer, kv: KeysValues | None, mask: MaskInfo
-    ) -> tuple[Self, StoredLayer]:
+    def store(self, layer: Layer, kv: NewKeys | None, mask: MaskInfo) -> tuple[Self, StoredLayer]:
         """Store the keys and values of this step; return those that its queries see."""
         kv = keys_values(kv, values_in_keys=self.values is None)
         if self.slots is None:

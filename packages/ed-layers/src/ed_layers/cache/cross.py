@@ -17,7 +17,7 @@ from jaxtyping import Array, Int
 
 from ed_layers.cache.contiguous import CacheRows, write_slots
 from ed_layers.cache.paged import PagedCache
-from ed_layers.cache.protocol import KeysValues, Pages, StoredLayer, keys_values
+from ed_layers.cache.protocol import KeysValues, NewKeys, Pages, StoredLayer, keys_values
 from ed_layers.cache.ragged import RaggedBatch
 from ed_layers.cache.spec import LayerSpecs
 from ed_layers.cache.storage import Layer, Layout, StorageOptions
@@ -28,9 +28,7 @@ from ed_layers.cache.storage import Layer, Layout, StorageOptions
 class CrossCache(CacheRows):
     """Keys and values of an encoder, written once and then read."""
 
-    def store(
-        self, layer: Layer, kv: KeysValues | None, mask: MaskInfo
-    ) -> tuple[Self, StoredLayer]:
+    def store(self, layer: Layer, kv: NewKeys | None, mask: MaskInfo) -> tuple[Self, StoredLayer]:
         """Write the keys and values of an encoder, if there are any, and return the stored ones.
 
         Args:
@@ -157,7 +155,7 @@ class CrossSlots:
     def update(
         self,
         layer: Layer,
-        kv: KeysValues | None,
+        kv: NewKeys | None,
         *,
         mask_info: MaskInfo | None = None,
         ragged: RaggedBatch | None = None,

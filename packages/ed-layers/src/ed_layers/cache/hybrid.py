@@ -18,7 +18,7 @@ from jaxtyping import Array, Int
 from ed_layers.cache.contiguous import DenseCache, WindowCache, add_offsets, compute_positions
 from ed_layers.cache.cross import CrossCache, CrossSlots
 from ed_layers.cache.paged import PagedCache
-from ed_layers.cache.protocol import KeysValues, Pages, States, StoredLayer
+from ed_layers.cache.protocol import KeysValues, NewKeys, Pages, States, StoredLayer
 from ed_layers.cache.ragged import RaggedBatch
 from ed_layers.cache.recurrent import RecurrentCache
 from ed_layers.cache.spec import LayerCacheSpec, LayerSpecs, RecurrentSpec, Table, group_layers
@@ -194,7 +194,7 @@ class HybridCache:
     def update(
         self,
         layer: Layer,
-        kv: KeysValues | None,
+        kv: NewKeys | None,
         *,
         mask_info: MaskInfo | None = None,
         ragged: RaggedBatch | None = None,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Unpack
 
 import jax
@@ -16,7 +17,7 @@ from jaxtyping import Array, Int
 
 from ed_layers import native
 from ed_layers.cache.codes import Numbers, encode_numbers, map_slots
-from ed_layers.cache.protocol import KeysValues, keys_values
+from ed_layers.cache.protocol import NewKeys, keys_values
 from ed_layers.cache.protocol import Pages as Pages
 from ed_layers.cache.ragged import RaggedBatch
 from ed_layers.cache.spec import LayerSpecs, uniform
@@ -104,7 +105,7 @@ class PagedCache:
     def update(
         self,
         layer: Layer,
-        kv: KeysValues | None,
+        kv: NewKeys | None,
         *,
         mask_info: MaskInfo | None = None,
         ragged: RaggedBatch | None = None,
@@ -121,8 +122,15 @@ class PagedCache:
         """Return what attention reads of one layer; `group` names the page table."""
         return Pages(*locate(self.pages, layer), group, self.value_dim)
 
-    def write(self, layer: Layer, kv: KeysValues | None, slots: Int[Array, " T"]) -> PagedCache:
+    def write(self, layer: Layer, kv: NewKeys | None, slots: Int[Array, " T"]) -> PagedCache:
         """Store keys [1, T, g, k] and values [1, T, g, d] of one layer; see `RaggedBatch.slots`."""
+        if (
+            kv is not None
+            and not isinstance(kv, tuple)
+            and kv.can_write(locate(self.pages, layer)[0])
+        ):
+            write = partial(kv.write, slots=slots)
+            return replace(self, pages=update_layer(self.pages, layer, write))
         *_, ways, size = self.shape
         kv_arrays = keys_values(kv, values_in_keys=ways == 1)[:ways]
         new = jnp.stack(

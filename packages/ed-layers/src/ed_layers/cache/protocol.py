@@ -31,6 +31,32 @@ if TYPE_CHECKING:
 #: Keys [b, s, g, k] and values [b, s, g, d] of a step; values are None if the keys contain them.
 KeysValues = tuple[jax.Array, jax.Array | None]
 
+
+class KeysWriter(Protocol):
+    """Keys and values of a step that a kernel computes while it writes them into pages."""
+
+    def can_write(self, pages: Numbers) -> bool:
+        """Return whether the kernel writes into these pages."""
+        ...
+
+    def write(self, pages: Numbers, at: At, slots: Int[Array, " T"]) -> Numbers:
+        """Return the pages with the keys and values of one layer.
+
+        Args:
+            pages: see `Pages.pool`.
+            at: index of the layer in the pages.
+            slots: slot of each token; see `RaggedBatch.slots`.
+        """
+        ...
+
+    def compute(self) -> tuple[jax.Array, jax.Array]:
+        """Return keys [1, T, g, k] and values [1, T, g, d], for other caches and pages."""
+        ...
+
+
+#: What a layer stores in a step.
+NewKeys = KeysValues | KeysWriter
+
 #: States of one recurrent layer: name -> [rows, ...].
 States = dict[str, jax.Array]
 
@@ -116,7 +142,7 @@ class Cache(Protocol):
     def update(
         self,
         layer: Layer,
-        kv: KeysValues | None,
+        kv: NewKeys | None,
         *,
         mask_info: MaskInfo | None = None,
         ragged: RaggedBatch | None = None,
@@ -126,7 +152,8 @@ class Cache(Protocol):
 
         Args:
             layer: number of the layer in the model.
-            kv: keys and values; None if a layer of the group "cross" only reads.
+            kv: keys and values, or a kernel that writes them into pages; None if a layer of the
+                group "cross" only reads.
             mask_info: the mask that `begin` returned. With keys and values of an encoder,
                 `kv_segment_ids` is 0 for padding of the encoder.
             ragged: the flat batch of a serving step, for pages.
@@ -234,12 +261,14 @@ class StateCache(Protocol):
         ...
 
 
-def keys_values(kv: KeysValues | None, *, values_in_keys: bool) -> KeysValues:
-    """Return the keys and values of this step.
+def keys_values(kv: NewKeys | None, *, values_in_keys: bool) -> KeysValues:
+    """Return the keys and values of this step as arrays.
 
     Raises:
         ValueError: `kv` is None.
     """
+    if kv is not None and not isinstance(kv, tuple):
+        kv = kv.compute()
     if kv is None or (kv[1] is None and not values_in_keys):
         raise ValueError(
             f"a layer gave no {'keys and ' if kv is None else ''}values to a cache that stores "

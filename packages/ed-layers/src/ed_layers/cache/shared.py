@@ -12,7 +12,15 @@ from dataclasses import dataclass, field, replace
 import jax
 from ed_infra.masks import MaskInfo
 
-from ed_layers.cache.protocol import Cache, KeysValues, Layer, Pages, StoredLayer
+from ed_layers.cache.protocol import (
+    Cache,
+    KeysValues,
+    Layer,
+    NewKeys,
+    Pages,
+    StoredLayer,
+    keys_values,
+)
 from ed_layers.cache.ragged import RaggedBatch
 from ed_layers.cache.storage import Layout
 
@@ -44,7 +52,7 @@ class SharedKeys:
     def update(
         self,
         layer: Layer,
-        kv: KeysValues | None,
+        kv: NewKeys | None,
         *,
         mask_info: MaskInfo | None = None,
         ragged: RaggedBatch | None = None,
@@ -65,8 +73,10 @@ class SharedKeys:
                     f"its own; those that share are {self.sharing}"
                 )
             return self, self.readings[group]
-        cache, reading = self.cache, kv
-        if cache is not None:
+        cache = self.cache
+        if cache is None:
+            reading = keys_values(kv, values_in_keys=True)
+        else:
             cache, reading = cache.update(
                 layer, kv, mask_info=mask_info, ragged=ragged, group=group
             )

@@ -281,12 +281,12 @@ def apply_layer(
     """Apply one layer as a function of arrays; remat wraps this function and scan repeats it."""
     index: Any = static.layer if layer is None else layer
     # The input is named here, so a policy that offloads it keeps no second copy on the device.
-    x = name_activation(x, BETWEEN)
+    x = ctx.rename(x, name_activation(x, BETWEEN))
     ctx = ctx.at_layer(index)
     out, cache, report = nnx.merge(static.graphdef, state)(x, ctx, cache, index)
     x = ctx.layer_dropped(x, out)
     # The stream has a fixed placement between layers; inside a layer the compiler may choose.
-    x = x if ctx.config is None else constrain(x, STREAM, ctx.config)
+    x = x if ctx.config is None else ctx.rename(x, constrain(x, STREAM, ctx.config))
     return x, cache, report
 
 

@@ -85,7 +85,7 @@ def describe_products(
         biases=bool(biases),
     )
     return KernelUse(
-        "products: native",
+        "products: Triton" if static.runs_on_gpu(x, weights) else "products: native",
         words,
         np.dtype(x.dtype),
         run,

@@ -23,6 +23,7 @@ from jaxtyping import Array, Float
 
 from ed_layers import native
 from ed_layers.activations import activation
+from ed_layers.projections import few_rows_gpu
 from ed_layers.projections.matmul import gradients_of_matrices, matmul
 
 if TYPE_CHECKING:  # the library is loaded at the first product
@@ -119,6 +120,12 @@ class Combination(NamedTuple):
         """Return what follows the products in a call of the library."""
         return native.products.Epilogue(biases, self.act, self.gated)
 
+    def runs_on_gpu(self, x: jax.Array, weights: Sequence[Weight]) -> bool:
+        """Return whether a Triton kernel computes one result with its activation."""
+        is_one = self.act in few_rows_gpu.TRITON_ACTS and (self.gated or len(weights) == 1)
+        rows = math.prod(x.shape[:-1])
+        return is_one and few_rows_gpu.supports_few_rows(self.choice, rows, x.dtype, weights)
+
     def of(self, projected: Sequence[jax.Array]) -> list[jax.Array]:
         """Return the results of projections, computed by XLA."""
         if self.act is None:
@@ -137,16 +144,18 @@ def combine_products(
     names: tuple[str, ...] = (),
     precision: jax.lax.PrecisionLike = None,
 ) -> list[jax.Array] | None:
-    """Return the results of a call of the library; None if the library does not support it.
+    """Return the results of one call of a library or kernel; None if neither supports the call.
 
     Args:
         weights: matrices [i, o].
         biases: [o] for each matrix in the dtype of x, or empty.
         act, gated, names, precision: see `Combination`.
     """
-    if not fits(x, weights) or not (act is None or act in native.products.ACTS):
+    choice = native.KernelChoice.get_current()
+    static = Combination(act, gated, names, precision, choice)
+    by_gpu = static.runs_on_gpu(x, weights)
+    if not by_gpu and (not fits(x, weights) or not (act is None or act in native.products.ACTS)):
         return None
-    static = Combination(act, gated, names, precision, native.KernelChoice.get_current())
     native.KernelChoice.note("products", static, x, weights, biases)
     return multiply(static, x, tuple(weights), tuple(biases))
 
@@ -169,6 +178,11 @@ def multiply(
 ) -> list[jax.Array]:
     """Return the results of the products with each matrix."""
     with static.choice.restore():
+        if static.runs_on_gpu(x, weights):
+            matrices = cast("tuple[jax.Array, ...]", weights)
+            return [few_rows_gpu.multiply_few_rows(x, matrices, biases, act=static.act)]
+        if static.choice.on_one_gpu:
+            return one_by_one(static, x, weights, biases)
         return jax.lax.platform_dependent(
             x,
             weights,

@@ -23,6 +23,7 @@ from ed_layers.cache.protocol import ContiguousCache
 from ed_layers.context import ALL_LAYERS, Ctx, Mode, Rope
 from ed_layers.dropout import select_dropout_key
 from ed_layers.rotary import rope_tables
+from ed_layers.stream_gpu import StreamSums
 from jaxtyping import Array, Float, Int
 
 if TYPE_CHECKING:
@@ -119,6 +120,7 @@ def layer_context(
         returns_experts=output_routed_experts,
         mode=mode,
         config=config,
+        sums=None if ragged is None else StreamSums.create(b * s),
     )
     return ctx, cache
 

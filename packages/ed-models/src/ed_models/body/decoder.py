@@ -116,7 +116,7 @@ class Decoder(EasyDeLBaseModule):
 
     def leave(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
         """Transform the hidden states after the last layer."""
-        return x if self.norm is None else self.norm(x)
+        return x if self.norm is None else ctx.normalize(self.norm, x)
 
     @property
     def features(self) -> int:

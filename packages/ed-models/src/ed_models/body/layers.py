@@ -82,11 +82,17 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[Stream, Cache | None, LayerReport]:
         """Return the stream after the layer, the cache, and the report of the layer."""
         mixer = getattr(self, self.mixes)
-        attended, cache = mixer(self.input_layernorm(x), ctx, cache, layer)
-        added = ctx.apply_dropout(attended * self.factor, self.dropout, "attention")
-        x = ctx.name_activation(x + added, "residual")
-        out, report = self.feed_forward(self.post_attention_layernorm(x), ctx)
-        return x + ctx.apply_dropout(out * self.factor, self.dropout, "mlp"), cache, report
+        normed = ctx.normalize(self.input_layernorm, x)
+        attended, cache = mixer(normed, ctx, cache, layer)
+        added = ctx.apply_dropout(self.scale(attended), self.dropout, "attention")
+        x = ctx.name_activation(ctx.add_to_stream(x, added), "residual")
+        out, report = self.feed_forward(ctx.normalize(self.post_attention_layernorm, x), ctx)
+        added = ctx.apply_dropout(self.scale(out), self.dropout, "mlp")
+        return ctx.add_to_stream(x, added), cache, report
+
+    def scale(self, x: Stream) -> Stream:
+        """Return the output of attention or feed-forward times its factor."""
+        return x if self.factor == 1 else x * self.factor
 
     def feed_forward(self, x: Stream, ctx: Ctx) -> tuple[Stream, LayerReport]:
         """Return the output and the report of the feed-forward layer."""

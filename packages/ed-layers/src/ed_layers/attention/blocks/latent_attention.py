@@ -138,9 +138,8 @@ class LatentAttention(nnx.Module):
         else:
             out, cache = self.attend_to_latents(q, latents, ctx, selection, cache, layer)
         out = ctx.name_activation(out, "attn_output")
-        return ctx.name_activation(
-            self.o_proj(out.reshape(*x.shape[:2], -1), ctx), "attn_dense"
-        ), cache
+        out = ctx.project_to_stream(self.o_proj, out.reshape(*x.shape[:2], -1))
+        return ctx.name_activation(out, "attn_dense"), cache
 
     def compress_queries(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s a"]:
         """Return the input of the query projection."""

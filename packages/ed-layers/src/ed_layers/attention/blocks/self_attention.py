@@ -6,6 +6,7 @@ Legend: b batch, s sequence, d hidden, h heads, g kv heads, k head dim.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import jax
@@ -29,11 +30,13 @@ from ed_layers.attention.blocks.settings import (
 from ed_layers.attention.scoring import Alibi, RelativeBias, Scoring
 from ed_layers.cache.spec import LayerCacheSpec, LayerSpecs
 from ed_layers.context import Ctx
+from ed_layers.fixed_order import KernelChoice
 from ed_layers.parts import Parts
 from ed_layers.projections.linear import project
 from ed_layers.rotary import apply_rotary
 
 if TYPE_CHECKING:
+    from ed_layers.attention.blocks.stored_projection import ProjectedKeys
     from ed_layers.cache.protocol import Cache
     from ed_layers.cache.storage import Layer
 
@@ -135,14 +138,52 @@ class SelfAttention(nnx.Module):
     ) -> tuple[Float[Array, "b s d"], _CacheT]:
         """Return the output of the attention [b, s, d], and the cache."""
         x = ctx.name_activation(x, "normed_input")
-        q, k, v = self.compute_qkv(x, ctx)
-        out, cache = self.attend(q, k, v, ctx, cache, layer)
+        writer = self.build_writer(x, ctx)
+        if writer is not None and ctx.ragged is not None:
+            out, cache = attention.attend_and_write(
+                *(writer, self.scoring(ctx)),
+                cache=cache,
+                layer=layer,
+                ragged=ctx.ragged,
+                group=self.group,
+                mechanism=self.mechanism,
+            )
+        else:
+            q, k, v = self.compute_qkv(x, ctx)
+            out, cache = self.attend(q, k, v, ctx, cache, layer)
         if self.gated:
             out = out * jax.nn.sigmoid(self.g_proj(x, ctx)).reshape(out.shape)
         out = ctx.name_activation(out, "attn_output")
-        return ctx.name_activation(
-            self.o_proj(out.reshape(*x.shape[:2], -1), ctx), "attn_dense"
-        ), cache
+        out = ctx.project_to_stream(self.o_proj, out.reshape(*x.shape[:2], -1))
+        return ctx.name_activation(out, "attn_dense"), cache
+
+    def build_writer(self, x: Float[Array, "1 T d"], ctx: Ctx) -> ProjectedKeys | None:
+        """Return the kernel that projects queries, keys and values of a serving step and writes
+        them into pages; None if it does not compute this layer."""
+        if ctx.ragged is None or not KernelChoice.get_current().on_one_gpu:
+            return None
+        from ed_layers.attention.blocks.stored_projection import ProjectedKeys
+
+        block, layers = type(self), (self.q_proj, self.k_proj, self.v_proj)
+        is_usual = all(
+            getattr(block, name) is getattr(SelfAttention, name)
+            for name in ("compute_qkv", "project_qkv", "attend")
+        )
+        norms = ()
+        if self.norm_heads is not None:
+            norms = (self.q_norm, self.k_norm)
+        is_usual &= not norms or (self.norm_heads == "each" and not self.norm_last)
+        is_usual &= self.clip is None and not isinstance(self.position, Disentangled)
+        if not is_usual or self.mechanism.dtype not in (None, self.q_proj.dtype):
+            return None
+        rotary = self.position if isinstance(self.position, Rotary) else None
+        return ProjectedKeys.build(
+            *(x, layers, norms),
+            rope=None if rotary is None else ctx.rope[rotary.kind],
+            interleaved=rotary is not None and rotary.interleaved,
+            head_dim=self.head_dim,
+            project=partial(self.compute_qkv, x, ctx),
+        )
 
     def attend(
         self,
