@@ -200,6 +200,12 @@ def llava(own: Any) -> dict[str, Any]:
     return {**fields, "text_config": text, "vision_config": PIXTRAL}
 
 
+def lighton_ocr(own: Any) -> dict[str, Any]:
+    fields = {"image_token_id": own.image_token_id, "tie_word_embeddings": False}
+    text = {"model_type": "qwen3", "head_dim": 8}
+    return {**fields, "text_config": text, "vision_config": PIXTRAL}
+
+
 #: Model type -> fields of the configuration, from the tokenizer.
 FAMILIES = {
     "gemma3": gemma3,
@@ -213,6 +219,7 @@ FAMILIES = {
     "qwen3_vl_moe": qwen3_vl_moe,
     "mistral3": mistral3,
     "llava": llava,
+    "lighton_ocr": lighton_ocr,
     "kimi_k25": kimi_k25,
     "gemma4": gemma4,
 }

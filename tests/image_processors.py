@@ -234,6 +234,17 @@ def exaone4_5(with_tokens: Tokens) -> Any:
     return kind(images, own, chat_template=own.chat_template)
 
 
+def lighton_ocr(with_tokens: Tokens) -> Any:
+    import transformers
+    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+    names = {f"image_{part}token": f"<|{part or 'image_'}|>" for part in ("", "break_", "end_")}
+    own = with_tokens(*names.values(), **names)
+    side = {"height": 28, "width": 28}
+    images = PixtralImageProcessorPil(size={"longest_edge": 84}, patch_size=side)
+    return transformers.LightOnOcrProcessor(images, own, 14, 2, own.chat_template)
+
+
 def patches(kind: Any) -> Any:
     """Return an image processor whose images have at most 32 features of 8 x 8 pixels."""
     return kind(patch_size=4, size={"shortest_edge": 64, "longest_edge": 2048})
@@ -275,6 +286,7 @@ PATCHED: Mapping[str, Callable[[Tokens], Any]] = {
     "kimi_k25": kimi_k25,
     "gemma4": gemma4,
     "exaone4_5": exaone4_5,
+    "lighton_ocr": lighton_ocr,
 }
 #: Processors that write a token after each row of features.
 ROWS: Mapping[str, Callable[[Tokens], Any]] = {"mistral3": mistral3, "llava": llava}

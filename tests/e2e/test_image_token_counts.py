@@ -438,13 +438,15 @@ def test_tiles_of_command_a_vision_equal_those_of_transformers(
         assert np.array_equal(images.crop_image_to_patches(pixels, 1, 4, **options), wanted)
 
 
-@pytest.mark.parametrize("name", ["cohere2_vision", "kimi_k25"])
+@pytest.mark.parametrize("name", ["cohere2_vision", "kimi_k25", "lighton_ocr"])
 def test_saved_processor_is_loaded_without_torchvision(name: str, tmp_path: Path) -> None:
     from ed_models.checkpoints.tokenizers import load_processor
 
     made: Any = {**PROCESSORS, **PATCHED}[name](with_tokens)
     made.save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": name}))
+    vision = {"model_type": "pixtral"} if name == "lighton_ocr" else {}
+    config = {"model_type": name, "vision_config": vision}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     read: Any = load_processor(str(tmp_path))
     assert read.image_processor.to_dict() == made.image_processor.to_dict()
     assert read.chat_template == made.chat_template

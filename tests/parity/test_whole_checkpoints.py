@@ -34,6 +34,7 @@ WITH_TOWERS = {
     "exaone4_5": MTP,
     "glm46v": None,
     "glm4v_moe": "model.language_model.layers.46.input_layernorm.weight",
+    "lighton_ocr": None,
     "llava_next_video": None,
     "qwen3_5": MTP,
     "qwen3_5_moe": MTP,

@@ -385,6 +385,10 @@ from ed_models.families.granitemoehybrid import GraniteMoeHybridDecoderLayer as 
 from ed_models.families.granitemoehybrid import GraniteMoeHybridForCausalLM as GraniteMoeHybridForCausalLM
 from ed_models.families.granitemoehybrid import GraniteMoeHybridModel as GraniteMoeHybridModel
 from ed_models.families.granitemoe import GraniteMoeModel as GraniteMoeModel
+from ed_models.families.granitemoe_swa import GraniteMoeSWAConfig as GraniteMoeSWAConfig
+from ed_models.families.granitemoe_swa import GraniteMoeSWADecoderLayer as GraniteMoeSWADecoderLayer
+from ed_models.families.granitemoe_swa import GraniteMoeSWAForCausalLM as GraniteMoeSWAForCausalLM
+from ed_models.families.granitemoe_swa import GraniteMoeSWAModel as GraniteMoeSWAModel
 from ed_models.families.granitemoeshared import GraniteMoeSharedConfig as GraniteMoeSharedConfig
 from ed_models.families.granitemoeshared import GraniteMoeSharedDecoderLayer as GraniteMoeSharedDecoderLayer
 from ed_models.families.granitemoeshared import GraniteMoeSharedForCausalLM as GraniteMoeSharedForCausalLM
@@ -485,6 +489,9 @@ from ed_models.families.lfm2_moe import Lfm2MoeConfig as Lfm2MoeConfig
 from ed_models.families.lfm2_moe import Lfm2MoeDecoderLayer as Lfm2MoeDecoderLayer
 from ed_models.families.lfm2_moe import Lfm2MoeForCausalLM as Lfm2MoeForCausalLM
 from ed_models.families.lfm2_moe import Lfm2MoeModel as Lfm2MoeModel
+from ed_models.families.lighton_ocr import LightOnOcrConfig as LightOnOcrConfig
+from ed_models.families.lighton_ocr import LightOnOcrForConditionalGeneration as LightOnOcrForConditionalGeneration
+from ed_models.families.lighton_ocr import LightOnOcrModel as LightOnOcrModel
 from ed_layers import Linear as Linear
 from ed_models.families.llama4 import Llama4Config as Llama4Config
 from ed_models.families.llama4 import Llama4TextForCausalLM as _Llama4ForCausalLM
@@ -1208,6 +1215,8 @@ GraniteMoeForEmbedding = _ForEmbedding
 GraniteMoeForSequenceClassification = _ForSequenceClassification
 GraniteMoeHybridForEmbedding = _ForEmbedding
 GraniteMoeHybridForSequenceClassification = _ForSequenceClassification
+GraniteMoeSWAForEmbedding = _ForEmbedding
+GraniteMoeSWAForSequenceClassification = _ForSequenceClassification
 GraniteMoeSharedForEmbedding = _ForEmbedding
 GraniteMoeSharedForSequenceClassification = _ForSequenceClassification
 GraniteSWAForEmbedding = _ForEmbedding

@@ -182,11 +182,11 @@ class PlacedEncoder(PatchEncoder):
 
 
 class RowEncoder(PatchEncoder):
-    """Packs the patches of images for a model in which a token ends each row of features (Pixtral).
+    """Packs the patches of images of a processor that returns images and their sizes (Pixtral).
 
     The image processor returns `pixel_values` [1, c, h, w] and `image_sizes` [1, 2]. An image has
     one token for each square block of patches, a break token after each row, and an end token
-    instead of the last break token.
+    instead of the last break token; LightOnOCR has only the tokens of the blocks.
     """
 
     def __init__(self, processor: object) -> None:
@@ -194,9 +194,16 @@ class RowEncoder(PatchEncoder):
         self._side: int = self.processor.patch_size
         self._merge: int = self.processor.spatial_merge_size
 
+    @cached_property
+    def _ends_rows(self) -> bool:
+        """Whether a token without a feature ends each row of features."""
+        block = self._side * self._merge
+        text = self.processor.replace_image_token({"image_sizes": [(2 * block, block)]}, 0)
+        return self.processor.image_break_token in text
+
     @staticmethod
     def fits(processor: object) -> bool:
-        """Return whether a processor writes a token after each row of features."""
+        """Return whether a processor knows a token that ends rows of features."""
         return isinstance(getattr(processor, "image_break_token_id", None), int)
 
     def rows_and_columns(self, image: RowImage) -> tuple[int, int]:
@@ -231,6 +238,8 @@ class RowEncoder(PatchEncoder):
         """Return the tokens of the rows of features of an image."""
         rows, columns = self.rows_and_columns(image)
         processor = self.processor
+        if not self._ends_rows:
+            return MediumTokens([processor.image_token_id] * rows * columns, 1)
         ids = ([processor.image_token_id] * columns + [processor.image_break_token_id]) * rows
         return MediumTokens([*ids[:-1], processor.image_end_token_id], 1)
 

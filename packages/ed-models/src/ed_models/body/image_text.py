@@ -1,19 +1,22 @@
 """Bodies of vision-language models over packed patches: a vision tower and a decoder.
 
 Legend: b rows, s positions, i images of a row, p patches of a row, f numbers of a patch, n features
-of a row, d hidden, c channels, h height, w width.
+of a row, v and d hidden size of the tower and of the decoder, c channels, h height, w width.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import ClassVar
 
 import jax
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
 from ed_infra.inputs import GRID, Encoded, Inputs
+from ed_layers.activations import activation
 from ed_layers.parts import Parts
 from flax import nnx
+from jaxtyping import Array, Float
 
 from ed_models.body.conditional import ConditionalModel
 from ed_models.body.packed_images import PatchForm
@@ -57,8 +60,38 @@ class PatchedImageTextModel(ConditionalModel):
         return Encoded(features, real_features(grids, features.shape[1], self.visual.merge))
 
 
+class MergingProjector(nnx.Module):
+    """A norm, a linear layer from the patches of a block to one feature, and two linear layers
+    (Mistral 3).
+
+    Args:
+        parts: creates the layers; `config` is that of the whole model.
+        bias: whether the last two layers have biases.
+        act: activation between them.
+    """
+
+    def __init__(self, parts: Parts, *, bias: bool = False, act: str = "gelu"):
+        config = parts.config
+        v, d = config.vision_config.hidden_size, config.text_config.hidden_size
+        self.size, self.act = config.spatial_merge_size**2, act
+        self.norm = parts.norm(v, eps=config.text_config.rms_norm_eps)
+        self.patch_merger = parts.linear(v * self.size, v, axes=(None, "embed"))
+        self.linear_1 = parts.linear(v, d, axes=(None, "embed"), bias=bias)
+        self.linear_2 = parts.linear(d, d, axes=("embed", None), bias=bias)
+
+    def __call__(self, x: Float[Array, "b p v"]) -> Float[Array, "b n d"]:
+        b, p, v = x.shape
+        # The inputs of the linear layer are the patches of each channel.
+        blocks = self.norm(x).reshape(b, p // self.size, self.size, v).swapaxes(2, 3)
+        x = self.patch_merger(blocks.reshape(b, p // self.size, v * self.size))
+        return self.linear_2(activation(self.act)(self.linear_1(x)))
+
+
 class PackedImageTextModel(TiledImageTextModel):
     """A vision tower, a projector and a decoder. The tower of Pixtral reads images of any size."""
+
+    #: Whether a token without a feature ends each row of features of an image.
+    ends_rows: ClassVar[bool] = True
 
     def add_towers(self, config: EasyDeLBaseConfig, rngs: nnx.Rngs) -> None:
         super().add_towers(config, rngs)
@@ -82,7 +115,7 @@ class PackedImageTextModel(TiledImageTextModel):
                 "token: use 'full'"
             )
         merge = getattr(config, "spatial_merge_size", 1)
-        return PatchForm(vision.patch_size, vision.num_channels, merge, ends_rows=True)
+        return PatchForm(vision.patch_size, vision.num_channels, merge, ends_rows=self.ends_rows)
 
     def encode(self, inputs: Inputs, *, key: jax.Array | None = None) -> Encoded:
         """Return the features of all images of a row, one after another.

@@ -168,7 +168,8 @@ def _without_torchvision(name: str, revision: str | None) -> type[Any] | None:
     except (OSError, ValueError):
         return None  # the error of AutoProcessor tells more
     class_name = PROCESSOR_MAPPING_NAMES.get(str(stored.get("model_type")))
-    if (stored.get("vision_config") or {}).get("model_type") == "pixtral":
+    reads_pixtral = (stored.get("vision_config") or {}).get("model_type") == "pixtral"
+    if reads_pixtral and class_name != "LightOnOcrProcessor":
         from ed_models.checkpoints.pixtral_processor import PixtralProcessor
 
         return PixtralProcessor

@@ -21,12 +21,13 @@ _BLOCKS = (((2, 2), (1, 2), (2, 1)), ((2, 3),), (), ((1, 1), (3, 2)))
 
 class PackedImageTextSubject(ImageTextSubject):
     """A vision-language model whose rows contain 3, 1, 0 and 2 images of different sizes. A token
-    without a feature ends each row of features."""
+    without a feature ends each row of features, if the body has `ends_rows`."""
 
     def place_media(self, module_class: type[Any], length: int) -> dict[str, np.ndarray]:
         vision = self.fields["vision_config"]
         merge = 1 if self.model_type == "llava" else self.fields.get("spatial_merge_size", 2)
-        form = PatchForm(vision["patch_size"], 3, merge, ends_rows=True)
+        ends_rows: bool = module_class.body_class.ends_rows
+        form = PatchForm(vision["patch_size"], 3, merge, ends_rows=ends_rows)
         rng, side, rows = np.random.default_rng(1), form.side * merge, []
         self.pixels: list[np.ndarray] = []
         for number, sizes in enumerate(_BLOCKS):
@@ -34,7 +35,7 @@ class PackedImageTextSubject(ImageTextSubject):
             for down, across in sizes:
                 for _ in range(down):
                     self.ids[number, start : start + across] = self.image_token
-                    start += across + 1
+                    start += across + ends_rows
                 start += 1
                 self.pixels.append(rng.normal(size=(3, down * side, across * side)))
                 packed_images.append(

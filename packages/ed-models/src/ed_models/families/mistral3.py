@@ -4,9 +4,6 @@
 - a token without a feature ends each row of features in the text
 
 The numbers follow Hugging Face's `modeling_mistral3.py`.
-
-Legend: b rows, p patches of a row, v and d hidden size of the tower and of the decoder, m patches
-along the side of a block, n = p / m².
 """
 
 from __future__ import annotations
@@ -16,12 +13,9 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
 from ed_infra.registry import register_config, register_module
-from ed_layers.activations import activation
 from ed_layers.parts import Parts
-from flax import nnx
-from jaxtyping import Array, Float
 
-from ed_models.body.image_text import PackedImageTextModel
+from ed_models.body.image_text import MergingProjector, PackedImageTextModel
 from ed_models.body.patch_weights import PACKED_WEIGHTS
 from ed_models.body.tiles import TILED_MODULES, TILED_NAMES
 from ed_models.modalities.images import ROWS
@@ -39,30 +33,19 @@ class Mistral3Config(EasyDeLBaseConfig, transformers.Mistral3Config):
     model_type = "mistral3"
 
 
-class Mistral3Projector(nnx.Module):
-    """A norm, a linear layer from the patches of a block to one feature, and two linear layers."""
+class Mistral3Projector(MergingProjector):
+    """The projector of one layer of the tower."""
 
     def __init__(self, parts: Parts):
         config: Mistral3Config = parts.config
-        v, d = config.vision_config.hidden_size, config.text_config.hidden_size
-        self.size, self.act = config.spatial_merge_size**2, config.projector_hidden_act
         if not isinstance(config.vision_feature_layer, int):
             raise ConfigError(
                 f"vision_feature_layer={config.vision_feature_layer!r} is not supported: "
                 "Mistral 3 reads one layer of the tower, such as -1"
             )
-        self.norm = parts.norm(v, eps=config.text_config.rms_norm_eps)
-        self.patch_merger = parts.linear(v * self.size, v, axes=(None, "embed"))
-        bias = config.multimodal_projector_bias
-        self.linear_1 = parts.linear(v, d, axes=(None, "embed"), bias=bias)
-        self.linear_2 = parts.linear(d, d, axes=("embed", None), bias=bias)
-
-    def __call__(self, x: Float[Array, "b p v"]) -> Float[Array, "b n d"]:
-        b, p, v = x.shape
-        # The inputs of the linear layer are the patches of each channel.
-        blocks = self.norm(x).reshape(b, p // self.size, self.size, v).swapaxes(2, 3)
-        x = self.patch_merger(blocks.reshape(b, p // self.size, v * self.size))
-        return self.linear_2(activation(self.act)(self.linear_1(x)))
+        super().__init__(
+            parts, bias=config.multimodal_projector_bias, act=config.projector_hidden_act
+        )
 
 
 class Mistral3Model(PackedImageTextModel):
