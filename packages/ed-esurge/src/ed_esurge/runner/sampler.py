@@ -80,6 +80,28 @@ class SamplerRows:
         options = {name: named[name] for name in OF_SAMPLING}
         return cls(position=named["kv_lens"], proposal=named["proposals"], **options)
 
+    def defer(self) -> Callable[[], SamplerRows]:
+        """Return a function that returns equal rows from one array.
+
+        A GPU copies each array that a branch reads before the branch, also if it is not taken.
+        """
+        arrays = {f.name: getattr(self, f.name) for f in fields(self)}
+        arrays = {name: array for name, array in arrays.items() if array is not None}
+        numbers = [jax.lax.bitcast_convert_type(x, jnp.int32) for x in arrays.values()]
+        # Without the barrier, the compiler passes the single arrays to the branches again.
+        stacked = jax.lax.optimization_barrier(jnp.stack(numbers))
+
+        def split_rows() -> SamplerRows:
+            lines = zip(arrays.items(), stacked, strict=True)
+            return SamplerRows(
+                **{
+                    name: jax.lax.bitcast_convert_type(line, array.dtype)
+                    for (name, array), line in lines
+                }
+            )
+
+        return split_rows
+
 
 _STATE = ["bias", "seen", "last", "mu"]
 
@@ -200,9 +222,12 @@ def sample_with_mask(
         the tokens, the state, and bits of the tokens that could be sampled, 32 per number, or None.
     """
     logits = logits.astype(jnp.float32)
-    has_row = rows.slot < state.bias.shape[0]
+    in_one_branch = is_switched and not masks
+    get_rows = rows.defer() if in_one_branch else lambda: rows
 
     def sample_adjusted() -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array, jax.Array | None]:
+        rows = get_rows()
+        has_row = rows.slot < state.bias.shape[0]
         adjusted = jax.lax.cond(
             jnp.any(has_row), lambda: adjust(logits, rows, state), lambda: logits
         )
@@ -218,10 +243,12 @@ def sample_with_mask(
         mask = bits(jnp.isfinite(sampled_from(adjusted, rows, cutoff, tokens))) if masks else None
         return tokens, scores, mu, mask
 
-    if is_switched and not masks:
-        changes = [has_row, rows.mirostat > 0, rows.num_logprobs >= 0]
-        changes += [] if allowed is None else [allowed != -1]
-        is_adjusted = jnp.any(jnp.stack([jnp.any(x) for x in changes]))
+    if in_one_branch:
+        is_changed = (rows.slot < state.bias.shape[0]) | (rows.mirostat > 0)
+        is_changed |= rows.num_logprobs >= 0
+        if allowed is not None:
+            is_changed |= jnp.any(allowed != -1, axis=1)
+        is_adjusted = jnp.any(is_changed)
         tokens, scores, mu, mask = sample_in_one_branch(
             *(logits, rows, max_logprobs, is_adjusted, (state.mu, None)), sample_adjusted
         )
@@ -247,8 +274,10 @@ def sample_plain(
     """Sample a token per row without adjusted logits. Arguments as for `sample_with_mask`."""
     logits = logits.astype(jnp.float32)
 
+    get_rows = rows.defer() if is_switched else lambda: rows
+
     def sample_scored() -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        tokens, _, scores = _choose(logits, logits, rows, max_logprobs)
+        tokens, _, scores = _choose(logits, logits, get_rows(), max_logprobs)
         return tokens, scores
 
     arguments = (logits, rows, max_logprobs, jnp.any(rows.num_logprobs >= 0), (), sample_scored)
@@ -274,13 +303,15 @@ def sample_in_one_branch(
         unchanged: the further results of a step that needs no more.
         sample_more: returns the results of a step that needs more.
     """
-    greedy, is_random = first_argmax(logits), rows.temperature > 0
+    greedy, get_rows = first_argmax(logits), rows.defer()
     remaining_results = (make_empty_scores(logits, max_logprobs), *unchanged)
 
     def sample_randomly() -> tuple[PyTree, ...]:
-        return jnp.where(is_random, draw(logits, rows)[0], greedy), *remaining_results
+        rows = get_rows()
+        tokens = jnp.where(rows.temperature > 0, draw(logits, rows)[0], greedy)
+        return tokens, *remaining_results
 
-    branch = jnp.where(needs_more, 2, jnp.any(is_random).astype(jnp.int32))
+    branch = jnp.where(needs_more, 2, jnp.any(rows.temperature > 0).astype(jnp.int32))
     return jax.lax.switch(
         branch, [lambda: (greedy, *remaining_results), sample_randomly, sample_more]
     )
