@@ -145,6 +145,20 @@ def test_a_run_reads_the_configuration_of_its_checkpoint_once(
     assert reads == [(str(folder), None)]
 
 
+@pytest.mark.parametrize("place", ["", "checkpoints", "checkpoints/7", "checkpoints/7/items"])
+def test_a_checkpoint_of_maxtext_has_the_configuration_above_it(place: str, tmp_path: Path) -> None:
+    folder = write(tmp_path, "LlamaForCausalLM")
+    item = folder / "checkpoints" / "7" / "items"
+    item.mkdir(parents=True)
+    (item / "_METADATA").write_text("{}")
+    run = config_of(folder / place, model={"task": "auto-bind"})
+    check_machine(run)
+    assert run.task == TaskType.CAUSAL_LM
+    (folder / "config.json").unlink()
+    with pytest.raises(InputError, match=r"contains no config\.json"):
+        check_machine(config_of(folder / place))
+
+
 @pytest.mark.parametrize(
     ("name", "task"),
     [

@@ -4,6 +4,8 @@
     python -m ed_trainers.convert meta-llama/Llama-3.2-1B states
     python -m ed_trainers.convert runs/mine/model streaming_params --to easylm
     python -m ed_trainers.convert runs/mine/checkpoints/100 folder --to easydel
+    python -m ed_trainers.convert runs/mine/model maxtext --to maxtext
+    python -m ed_trainers.convert checkpoints/100/items model --config meta-llama/Llama-3.1-8B
     python -m ed_trainers.convert streaming_params model --config runs/mine/model
     python -m ed_trainers.convert runs/mine/model model.gguf --dtype q8_0
     python -m ed_trainers.convert model.gguf model
@@ -11,8 +13,8 @@
 Checkpoints of a run, and what `save_state` and `CheckpointManager` wrote, become a directory that
 `transformers` loads; anything else is loaded as a model and saved by `CheckpointManager`. A LLaMA
 also becomes a streaming checkpoint of EasyLM's, and such a file a model directory. A model becomes
-a folder that EasyDeL loads, and such a folder a model directory. A GGUF file of llama.cpp becomes a
-model directory, and a model or a checkpoint a GGUF file.
+a folder that EasyDeL or MaxText loads, and such a folder, or one of tunix, a model directory. A
+GGUF file of llama.cpp becomes a model directory, and a model or a checkpoint a GGUF file.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ from ed_models.checkpoints.carried import CarriedTensors
 from ed_models.checkpoints.checks import detect_task
 from ed_models.checkpoints.easydel_folder import find_newest_run, is_easydel_folder
 from ed_models.checkpoints.gguf.directory import ENDING as GGUF
+from ed_models.checkpoints.maxtext_folder import write_maxtext_settings
+from ed_models.checkpoints.orbax_arrays import find_orbax_item
 from ed_models.checkpoints.saving import StoredTokenizer
 from ed_models.checkpoints.tensor_files import EASYDEL_INDEX
 from flax import nnx
@@ -47,11 +51,17 @@ from ed_trainers.checkpoints.manager import CheckpointManager
 from ed_trainers.easylm import from_easylm, to_easylm
 from ed_trainers.state import EasyDeLState
 from ed_trainers.stored import checksums
-from ed_trainers.stored.arrays import flat_abstract, from_flat, read_arrays, stored_arrays
+from ed_trainers.stored.arrays import (
+    flat_abstract,
+    from_flat,
+    read_arrays,
+    save_step,
+    stored_arrays,
+)
 from ed_trainers.stored.saved import check_format, saved_facts
 
 #: Layouts of other programs that are written.
-LAYOUTS = ("easydel", "easylm")
+LAYOUTS = ("easydel", "easylm", "maxtext")
 # Where a state has its variables; a module that was saved alone has them at the top.
 _PLACES = ("graphstate/", "graphother/", "")
 
@@ -173,6 +183,7 @@ def convert(
     easylm: bool = False,
     to: str | None = None,
     dtype: str | None = None,
+    scan_layers: bool = True,
 ) -> Path:
     """Convert in the direction that the source calls for; see the head of this module.
 
@@ -180,12 +191,14 @@ def convert(
         source: a checkpoint, a saved state, a directory of Hugging Face or the name of one on the
             hub; a GGUF file; or another file, a stream of EasyLM's.
         target: what to write. A name that ends with `.gguf` is a GGUF file.
-        config: of a stream: a directory with the model's `config.json`.
+        config: of a stream, or of a folder of MaxText or tunix: a directory with the model's
+            `config.json`, or its name on the hub.
         easylm: the same as `to="easylm"`.
-        to: another layout to write: `easydel` (a folder) or `easylm` (a stream); None = the layout
-            that the source calls for.
+        to: another layout to write: `easydel` or `maxtext` (a folder), or `easylm` (a stream);
+            None = the layout that the source calls for.
         dtype: format of the matrices of a GGUF file ("f16", "q8_0", …), or dtype of the model that
             is read from one; None = that of the source.
+        scan_layers: of a folder of MaxText: stack the layers, as its option of this name does.
 
     Returns:
         The directory, or the file, that was written.
@@ -197,6 +210,10 @@ def convert(
     to = "easylm" if easylm and to is None else to
     if to not in (None, *LAYOUTS):
         raise unknown_name("layout", to, LAYOUTS)
+    item = _find_foreign_item(Path(source))
+    if item is not None:
+        folder = None if config is None else hub.resolve(str(config), weights=False)
+        source, config = write_maxtext_settings(item, folder), None
     if to is not None and (
         config is not None or GGUF in (Path(source).suffix, Path(target).suffix)
     ):
@@ -210,15 +227,22 @@ def convert(
         return from_gguf(source, target, dtype=dtype)
     if dtype is not None:
         raise ConfigError(f"dtype={dtype!r} (--dtype) has an effect only on GGUF files: omit dtype")
+    if not scan_layers and to != "maxtext":
+        raise ConfigError(
+            "scan_layers=False (--no-scan-layers) has an effect only with to='maxtext' "
+            "(--to maxtext): omit it"
+        )
     if Path(source).is_file() != (config is not None):
         raise ConfigError(
-            f"{source}: config (--config) is a directory with the config.json of a stream's model; "
-            "only a stream requires one"
+            f"{source}: config (--config) is a directory with the config.json of a stream's model, "
+            "or of the model in a folder of MaxText or tunix; only a stream requires one"
         )
     if config is not None:
         return from_easylm(source, target, config)
     if to == "easydel":
         return _to_easydel(source, Path(target))
+    if to == "maxtext":
+        return _to_maxtext(source, Path(target), scan_layers=scan_layers)
     if to == "easylm":
         if not (Path(source) / "arrays").is_dir():
             return to_easylm(source, target)
@@ -228,7 +252,7 @@ def convert(
     if (Path(source) / "arrays").is_dir():
         get_model(source).save_pretrained(target)
         return Path(target)
-    if is_easydel_folder(find_newest_run(Path(source))):
+    if item is not None or is_easydel_folder(find_newest_run(Path(source))):
         _load_model(source).save_pretrained(target)
         return Path(target)
     return CheckpointManager(target).save(_load_model(source))
@@ -246,11 +270,45 @@ def _to_easydel(source: str | Path, target: Path) -> Path:
     """Write a model, or the model of a checkpoint, as a folder that EasyDeL loads."""
     from ed_models.checkpoints.easydel_writer import save_easydel_folder
 
+    model, tokenizer = _load_with_tokenizer(source)
+    return save_easydel_folder(model, target, tokenizer=tokenizer)
+
+
+def _load_with_tokenizer(source: str | Path) -> tuple[EasyDeLBaseModule, StoredTokenizer | None]:
+    """Load a model, or the model of a checkpoint, and find its tokenizer."""
     is_checkpoint = (Path(source) / "arrays").is_dir()
     model = get_model(source) if is_checkpoint else _load_model(source)
     directory = find_tokenizer(source) if is_checkpoint else hub.resolve(source)
-    tokenizer = None if directory is None else StoredTokenizer(directory)
-    return save_easydel_folder(model, target, tokenizer=tokenizer)
+    return model, None if directory is None else StoredTokenizer(directory)
+
+
+def _find_foreign_item(source: Path) -> Path | None:
+    """Return the parameters in a folder of MaxText or tunix; None for other sources."""
+    is_own = (source / "arrays").is_dir() or any(source.glob("*.safetensors"))
+    return None if is_own or not source.is_dir() else find_orbax_item(source)
+
+
+def _to_maxtext(source: str | Path, target: Path, *, scan_layers: bool) -> Path:
+    """Write a model, or the model of a checkpoint, as step 0 of a run of MaxText, with the
+    configuration and the tokenizer beside it."""
+    from ed_models.checkpoints.maxtext_writer import build_maxtext_arrays
+
+    if target.exists() and (target.is_file() or any(target.iterdir())):
+        raise CheckpointError(f"{target} is not empty: choose a new directory")
+    model, tokenizer = _load_with_tokenizer(source)
+    tree: dict[str, Any] = {}
+    for name, values in build_maxtext_arrays(model, scan_layers=scan_layers).items():
+        *path, last = name.split(".")
+        node = tree
+        for part in path:
+            node = node.setdefault(part, {})
+        node[last] = values
+    save_step(target, {"step": 0, "params": {"params": tree}, "opt_state": {}}, "items")
+    model.config.save_pretrained(target)
+    model.write_settings(target)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(target)
+    return target
 
 
 def _to_gguf(source: str | Path, target: Path, dtype: str | None) -> Path:
@@ -277,9 +335,12 @@ def _main() -> int:
     )
     parser.add_argument("source", help="checkpoint, saved state, directory or stream")
     parser.add_argument("target", help="directory or stream to write")
-    parser.add_argument("--config", help="of a stream: a directory with the model's config.json")
+    parser.add_argument("--config", help="of a stream or a folder of MaxText: the model's folder")
     parser.add_argument("--easylm", action="store_true", help="the same as --to easylm")
     parser.add_argument("--to", choices=LAYOUTS, help="layout to write")
+    parser.add_argument(
+        "--no-scan-layers", dest="scan_layers", action="store_false", help="of a folder of MaxText"
+    )
     parser.add_argument("--dtype", help="of a GGUF file: f32, f16, bf16, q8_0 or q4_0")
     options = parser.parse_args()
     try:

@@ -22,26 +22,41 @@ def convert(
     target: Annotated[str, typer.Argument(help="Directory, stream or .gguf file to write.")],
     config: Annotated[
         str | None,
-        typer.Option(help="For a stream: a directory with the model's config.json."),
+        typer.Option(
+            help="For a stream, or a folder of MaxText or tunix: the model's folder or name."
+        ),
     ] = None,
     easylm: Annotated[bool, typer.Option("--easylm", help="The same as --to easylm.")] = False,
     to: Annotated[
-        str | None, typer.Option(help="Layout to write: easydel (a folder) or easylm (a stream).")
+        str | None,
+        typer.Option(help="Layout to write: easydel or maxtext (a folder), or easylm (a stream)."),
     ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(help="Matrices of a .gguf file: f32, f16, bf16, q8_0 or q4_0."),
     ] = None,
+    scan_layers: Annotated[
+        bool, typer.Option(help="Of a folder of MaxText: stack the layers (its scan_layers).")
+    ] = True,
 ) -> Result:
     """Convert a checkpoint of a run to a model in Hugging Face layout, or the reverse.
 
     A GGUF file of llama.cpp is read, and written if the target ends with `.gguf`. A stream of
     EasyLM is read (with --config) and written (with --to easylm). A folder that EasyDeL saved is
-    read, and written with --to easydel.
+    read, and written with --to easydel. A folder of MaxText or tunix is read, and MaxText's is
+    written with --to maxtext.
     """
     from ed_trainers.convert import convert
 
-    path = convert(source, target, config=config, easylm=easylm, to=to, dtype=dtype)
+    path = convert(
+        source,
+        target,
+        config=config,
+        easylm=easylm,
+        to=to,
+        dtype=dtype,
+        scan_layers=scan_layers,
+    )
     show_result(str(path))
     return Result({"path": str(path)})
 

@@ -17,6 +17,7 @@ from typing import Any
 from ed_infra.enums import TaskType, canonical_task
 from ed_infra.errors import CheckpointError, ConfigError
 from ed_infra.package_files import RUN_FOLDERS
+from ed_models.checkpoints.orbax_arrays import find_orbax_config, find_orbax_item
 from ed_models.checkpoints.text_halves import (
     CONDITIONAL,
     TASK_ENDINGS,
@@ -42,7 +43,8 @@ _MODULES = "modules.json"  # of sentence-transformers
 def read_task_config(name_or_path: str, revision: str | None = None) -> Mapping[str, Any] | None:
     """Return the content of config.json; None if the file is not on this machine.
 
-    A GGUF file and a folder of CTranslate2 have these settings in another form.
+    A GGUF file and a folder of CTranslate2 have these settings in another form, and a checkpoint of
+    MaxText or tunix has the file beside it.
     """
     source = expand_path(name_or_path)
     try:
@@ -51,6 +53,10 @@ def read_task_config(name_or_path: str, revision: str | None = None) -> Mapping[
         return None  # the error of the loader tells more
     if settings is not None:
         return settings
+    is_foreign = is_folder(source) and not is_file(source / "config.json")
+    item = find_orbax_item(source) if is_foreign else None
+    if item is not None and (beside := find_orbax_config(item)) is not None:
+        name_or_path = str(beside.parent)
     if is_file(source / RUN_FOLDERS[0] / "config.json") and not is_file(source / "config.json"):
         name_or_path = str(source / RUN_FOLDERS[0])
     path = find_config(name_or_path, revision)

@@ -59,6 +59,7 @@ from ed_models.checkpoints.gguf.directory import (
     parts_pattern,
 )
 from ed_models.checkpoints.loading import CheckedFiles, load_module, prepare_module
+from ed_models.checkpoints.orbax_arrays import find_orbax_item
 from ed_models.checkpoints.pickled_files import PICKLED, open_tensors
 from ed_models.checkpoints.tensor_files import EASYDEL_INDEX
 from ed_models.checkpoints.text_halves import MODEL_TYPES
@@ -210,11 +211,17 @@ def _find_model_folder(folder: Path) -> Path:
         return folder / RUN_FOLDERS[0]
     from ed_models.checkpoints.easydel_folder import find_newest_run
 
-    return find_newest_run(folder)
+    return find_newest_run(_as_hugging_face(folder))
 
 
 def _as_hugging_face(folder: Path) -> Path:
-    """Return a folder; of a folder of CTranslate2, a directory with its settings."""
+    """Return a folder; of a folder of CTranslate2, MaxText or tunix, a directory with its
+    settings."""
+    item = None if any(folder.glob("*.safetensors")) else find_orbax_item(folder)
+    if item is not None:
+        from ed_models.checkpoints.maxtext_folder import write_maxtext_settings
+
+        return write_maxtext_settings(item)
     if not any(folder.glob(_VOCABULARIES)):
         return folder
     from ed_models.checkpoints.ctranslate2_folder import (
@@ -304,7 +311,8 @@ def from_pretrained(
 ) -> LoadableT:
     """Load a model in Hugging Face's layout straight onto its devices.
 
-    A folder that EasyDeL saved is read, too (`ed_models.checkpoints.easydel_folder`).
+    A folder that EasyDeL, MaxText or tunix saved is read, too
+    (`ed_models.checkpoints.easydel_folder`, `ed_models.checkpoints.maxtext_folder`).
 
     Args:
         name_or_path: a directory or a hub repository.

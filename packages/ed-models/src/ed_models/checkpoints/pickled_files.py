@@ -22,6 +22,7 @@ from ed_infra.errors import CheckpointError
 
 from ed_models.checkpoints.gguf.directory import ENDING, find_weights_file
 from ed_models.checkpoints.gguf.files import GgufFiles
+from ed_models.checkpoints.orbax_arrays import ORBAX_METADATA
 from ed_models.checkpoints.tensor_files import (
     DTYPES,
     EASYDEL_INDEX,
@@ -69,7 +70,8 @@ def open_tensors(
     directory: Path, *, variant: str | None = None, allow_pickle: bool = False
 ) -> TensorFiles:
     """Open the weights of a directory: safetensors, torch's pickles where these are allowed, the
-    file that the directory was made for (GGUF, CTranslate2), or the arrays that EasyDeL saved.
+    file that the directory was made for (GGUF, CTranslate2, Orbax), or the arrays that EasyDeL
+    saved.
 
     Args:
         directory: a local directory.
@@ -83,6 +85,10 @@ def open_tensors(
     file = find_weights_file(directory)
     if file is not None and file.suffix == ENDING:
         return GgufFiles.open(file, variant)
+    if file is not None and file.name == ORBAX_METADATA:
+        from ed_models.checkpoints.maxtext_folder import MaxTextFiles
+
+        return MaxTextFiles.open_item(file.parent, directory, variant)
     if file is not None:
         from ed_models.checkpoints.ctranslate2_files import CTranslate2Files
 

@@ -92,6 +92,24 @@ def stored_arrays(directory: Path) -> dict[str, StoredArray]:
     return dict(metadata.tree)
 
 
+def save_step(directory: Path, tree: Mapping[str, object], item: str) -> None:
+    """Write a tree as step 0 of a run in the layout of MaxText: OCDBT, and version 3 of zarr.
+
+    Args:
+        directory: the folder of steps; it must be new or empty.
+        tree: nested mappings of arrays and numbers.
+        item: name of the tree in the folder of the step.
+    """
+    manager = ocp.CheckpointManager(
+        directory.absolute(),
+        item_names=(item,),
+        item_handlers={item: ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True)},
+        options=ocp.CheckpointManagerOptions(create=True, enable_async_checkpointing=False),
+    )
+    with hush_logger(), manager:
+        manager.save(0, args=ocp.args.Composite(**{item: ocp.args.PyTreeSave(tree)}))
+
+
 def read_arrays(directory: Path, abstract_arrays: Wanted) -> dict[str, jax.Array]:
     """Read arrays in the requested shapes, dtypes and shardings.
 

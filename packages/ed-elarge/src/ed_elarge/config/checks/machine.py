@@ -29,6 +29,7 @@ from ed_infra.errors import (
 )
 from ed_infra.package_files import find_package_file, is_package_address
 from ed_infra.specs import KEPT_CODES
+from ed_models.checkpoints.orbax_arrays import find_orbax_config, find_orbax_item
 from ed_trainers import user_code
 from ed_trainers.options.online import RewardedArguments, RewardName, SelfPlayArguments
 from ed_trainers.rewards import check_name, wrong_settings
@@ -349,6 +350,9 @@ def _model_directory(path: ValuePath, value: str, needed: tuple[str, ...]) -> It
         return
     if is_folder(directory):
         if _has_gguf_file(directory):
+            return
+        item = find_orbax_item(directory) if "config.json" in needed else None
+        if item is not None and find_orbax_config(item) is not None:
             return
         if not any((directory / name).exists() for name in needed):
             yield Problem(path, f"the directory contains no {' or '.join(needed)}")

@@ -12,7 +12,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from ed_models.checkpoints.gguf.settings import TOKEN_ID_KEYS, build_settings
 from ed_models.checkpoints.gguf.vocabulary import write_tokenizer
 
 ENDING = ".gguf"
-_directories: dict[tuple[Path, int, int], Path] = {}
+_directories: dict[tuple[Path, int, int, Hashable], Path] = {}
 _weights: dict[Path, Path] = {}
 
 
@@ -80,19 +80,22 @@ def _read_config(file: Path, changed: int, size: int) -> dict[str, Any]:
         raise CheckpointError(f"{file}: the metadata is damaged ({error!r})") from error
 
 
-def write_settings_folder(file: Path, write_files: Callable[[Path], None]) -> Path:
+def write_settings_folder(
+    file: Path, write_files: Callable[[Path], None], version: Hashable = None
+) -> Path:
     """Return a temporary directory in Hugging Face layout for a file with weights.
 
     Args:
         file: the file; `find_weights_file` returns it for the directory.
         write_files: writes the settings and the tokenizer into the directory.
+        version: identifies the settings, if they are not in the file.
 
     Raises:
         CheckpointError: the settings in the file are damaged.
     """
     file = file.absolute()
     status = file.stat()
-    key = file, status.st_mtime_ns, status.st_size
+    key = file, status.st_mtime_ns, status.st_size, version
     if key not in _directories:
         directory = Path(tempfile.mkdtemp(prefix=f"{file.stem[:64]}-"))
         atexit.register(shutil.rmtree, directory, ignore_errors=True)
