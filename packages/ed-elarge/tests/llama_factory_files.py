@@ -132,6 +132,20 @@ per_device_train_batch_size: 2
             "trainer.learning_rate": 5e-5,
         },
     ),
+    "pissa": ForeignCase(
+        """
+model_name_or_path: org/model
+stage: sft
+finetuning_type: lora
+lora_rank: 8
+pissa_init: true
+pissa_iter: 4
+pissa_convert: true
+dataset: chats
+template: qwen
+""",
+        {"lora.rank": 8, "lora.init_lora_weights": "pissa_niter_4"},
+    ),
     "full with deepspeed": ForeignCase(
         """
 model_name_or_path: org/model

@@ -10,6 +10,8 @@ import jax
 import numpy as np
 import pytest
 import yaml
+from ed_elarge.certify.receipt import findings
+from ed_elarge.certify.subject import CertifiedModel
 from ed_elarge.errors import InputError
 from ed_elarge.model import eLargeModel
 from ed_models import AutoEasyDeLModelForCausalLM
@@ -63,6 +65,31 @@ def test_merged_model_matches_model_with_saved_adapter(folder: Path) -> None:
     np.testing.assert_allclose(
         merged.build_model()(ids).logits, apart.build_model()(ids).logits, atol=1e-5
     )
+
+
+@pytest.mark.nightly
+@pytest.mark.xdist_group("elarge-adaptation")
+def test_adapter_from_the_weights_is_trained_saved_and_certified(folder: Path) -> None:
+    lora = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "init_lora_weights": "PiSSA"}
+    settings = adapted(folder, "pissa", lora=lora, actions=["train", GENERATE])
+    settings["trainer"] |= {"max_training_steps": 20, "log_steps": 1}
+    assert run(settings) == 0
+    left, base = folder / "pissa", folder / "base" / "model"
+    curve = losses(left)
+    assert np.mean(curve[-5:]) < np.mean(curve[:5])
+    written = json.loads((left / "adapter" / "adapter_config.json").read_text())
+    assert (written["r"], written["lora_alpha"]) == (8, 16.0)
+    merged = eLargeModel({"model": {"name_or_path": str(left / "model")}})
+    apart = eLargeModel(
+        {"model": settings["model"], "lora": {"name_or_path": str(left / "adapter")}}
+    )
+    ids = np.arange(12, dtype=np.int32)[None]
+    np.testing.assert_allclose(
+        merged.build_model()(ids).logits, apart.build_model()(ids).logits, atol=1e-5
+    )
+    found = {one.name: one for one in findings(CertifiedModel(left, base), with_model=True)}
+    for name in ("adapter_tensors", "adapter_effect", "merge", "changed", "untouched"):
+        assert found[name].status == "passed", found[name]
 
 
 @pytest.mark.nightly
@@ -157,6 +184,12 @@ def test_keys_and_values_in_eight_bits(folder: Path) -> None:
         ({"lora": {"targets": ["qproj"]}}, "lora.targets", "qproj"),
         ({"lora": {"rnk": 4}}, "lora.rnk", "did you mean 'rank'"),
         ({"lora": {"name_or_path": "TEXTS"}}, "lora.name_or_path", "no adapter_config.json"),
+        ({"lora": {"init_lora_weights": "loftq"}}, "lora.init_lora_weights", "are not written"),
+        (
+            {"lora": {"init_lora_weights": "pissa"}, "quantization": {"model": {"method": "nf4"}}},
+            "lora.init_lora_weights",
+            "pissa decomposes the weights of the base, and quantization rounds them",
+        ),
         ({"quantization": {"model": {"group_size": 5}}}, "quantization.model", "5"),
         ({"quantization": {"model": {"pattern": "qproj"}}}, "quantization.model", "qproj"),
     ],

@@ -117,6 +117,9 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "schedule_free_adamw": {},
     "adamw ema": {"ema_decay": 0.9},
     "adamw lora": {"lora": {"rank": 4, "dora": True}},
+    "adamw pissa": {
+        "lora": {"rank": 4, "targets": ["q_proj", "embed"], "init_lora_weights": "pissa"}
+    },
     "adamw lora of some layers": {"lora": {"rank": 4, "targets": ["q_proj", "embed_tokens"]}},
 }
 

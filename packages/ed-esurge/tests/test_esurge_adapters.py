@@ -106,6 +106,20 @@ def test_request_without_adapter_equals_the_base_model_bitwise(engine, merged, p
 
 
 @pytest.mark.nightly
+def test_adapter_that_started_from_the_weights_equals_its_merged_model(llama, prompts, tmp_path):
+    spec = LoraSpec(rank=2, targets=("q_proj", "down_proj"), init_lora_weights="pissa")
+    model = adapted(llama, "pissa", spec)
+    expected = eSurge(model.unwrap_lora_to_layers(), compile_runner=False, **OPTIONS)
+    engine = eSurge(llama, max_loras=2, max_lora_rank=4, compile_runner=False, **OPTIONS)
+    model.save_pretrained(tmp_path)
+    engine.load_lora_adapter("model", model)
+    engine.load_lora_adapter("folder", tmp_path)
+    answers = expected.generate([prompts[3]] * 2, GREEDY)
+    same(engine.generate([prompts[3]] * 2, GREEDY, lora_name=["model", "folder"]), answers)
+    assert {loaded.rank for loaded in engine.list_lora_adapters()} == {4}
+
+
+@pytest.mark.nightly
 def test_dora_adapter_equals_its_merged_model_until_the_weights_change(
     llama, make_llama, merged, prompts
 ):

@@ -53,6 +53,21 @@ def leaves(model):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(model))]
 
 
+@pytest.mark.daily("pissa")
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+def test_adapter_that_started_from_the_weights_waits_and_is_merged(base, start):
+    spec = LoraSpec(rank=2, alpha=3.0, targets=("q_proj", "down"), init_lora_weights=start)
+    model = learned(base.apply_lora(spec, name="part"), 1)
+    expected, plain = logits(model), logits(base)
+    assert np.abs(expected - plain).max() > 1e-3
+    inactive = model.set_adapter(None)
+    np.testing.assert_array_equal(logits(inactive), plain)
+    np.testing.assert_array_equal(logits(inactive.set_adapter("part")), expected)
+    merged = model.merge_adapter()
+    np.testing.assert_allclose(logits(merged), expected, atol=1e-5)
+    np.testing.assert_array_equal(logits(merged.unmerge_adapter()), expected)
+
+
 @pytest.mark.nightly
 def test_one_computes_and_the_others_wait(base):
     first = learned(base.apply_lora(FIRST, name="first"), 1)

@@ -1,6 +1,6 @@
 """A training run in a separate process, which test_trainers_kill.py kills.
 
-Usage: python kill_target.py DIRECTORY STEPS [--lora] [--dpo [--sync]] [--one-device]
+Usage: python kill_target.py DIRECTORY STEPS [--lora] [--pissa] [--dpo [--sync]] [--one-device]
                              [--die-while-saving STEP [--phase PHASE]]
 
 With `--die-while-saving`, the process kills itself (SIGKILL) as soon as the checkpoint of that step
@@ -89,6 +89,7 @@ def main() -> None:
     parser.add_argument("--die-while-saving", type=int)
     parser.add_argument("--phase", choices=["begun", "written", "sealed"], default="begun")
     parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--pissa", action="store_true", help="adapters start as a part of weights")
     parser.add_argument("--dpo", action="store_true", help="pairs, and the first weights beside")
     parser.add_argument("--sync", action="store_true", help="these follow the learner")
     parser.add_argument("--one-device", action="store_true")
@@ -126,8 +127,9 @@ def main() -> None:
     elif given.die_while_saving is not None:
         die_while_sealing(given.die_while_saving, given.phase)
     model = LlamaForCausalLM.create(config)
-    if given.lora:
-        model = model.apply_lora(LoraSpec(rank=2, dropout=0.1))
+    if given.lora or given.pissa:
+        start = "pissa" if given.pissa else True
+        model = model.apply_lora(LoraSpec(rank=2, dropout=0.1, init_lora_weights=start))
     trainer_class(method)(
         arguments,
         model=model,

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from ed_infra.errors import CheckpointError
 from ed_infra.specs import EasyDeLQuantizationConfig, LoraSpec
+from ed_models.adapters.lora import lora_layers
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers import SFTArguments, SFTTrainer
 from ed_trainers.figures.metrics import read_metrics
@@ -60,8 +61,8 @@ def train(directory, steps, model, **given):
     return output, [row["loss"] for row in rows if "loss" in row]
 
 
-def lora(model, seed=0):
-    return model.apply_lora(LoraSpec(rank=2), seed=seed)
+def lora(model, seed=0, start=True):
+    return model.apply_lora(LoraSpec(rank=2, init_lora_weights=start), seed=seed)
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +86,21 @@ def test_a_checkpoint_holds_adapters_and_their_moments_alone(begun, capsys):
     saved = json.loads(next((path / "run").rglob("metadata")).read_text())
     assert saved["base"]["graphother.model.embed_tokens.embedding"].startswith("float32[64, 32] ")
     assert "graphother.model.layers.1.self_attn.q_proj.kernel" in saved["base"]
+
+
+@pytest.mark.nightly
+def test_initial_values_from_the_weights_are_in_the_checkpoint(tmp_path):
+    _, losses = train(tmp_path / "whole", 4, lora(base(), start="olora"))
+    train(tmp_path / "part", 3, lora(base(), start="olora"))
+    names = stored_arrays(tmp_path / "part" / "checkpoints" / "2" / "arrays")
+    others = [name for name in names if name.startswith("graphother")]
+    assert others
+    assert all("lora_initial_" in name for name in others)
+    # The checkpoint has the matrices, so another decomposition at the start has no effect.
+    model = lora(base(scan_layers=False), start="olora")
+    for _, layer in lora_layers(model):
+        layer.lora_initial_a.set_value(-layer.lora_initial_a.get_value())
+    np.testing.assert_allclose(train(tmp_path / "part", 4, model)[1], losses, rtol=1e-5)
 
 
 @pytest.mark.nightly

@@ -96,9 +96,11 @@ def killed_and_resumed(directory: Path, kills: list[int], *extra: str) -> list[d
     return exact(directory)
 
 
-def test_run_killed_while_saving_continues_bit_for_bit(tmp_path, monkeypatch):
+@pytest.mark.daily("all parameters")
+@pytest.mark.parametrize("extra", [(), ("--pissa",)], ids=["all parameters", "pissa"])
+def test_run_killed_while_saving_continues_bit_for_bit(tmp_path, monkeypatch, extra):
     """Only the killed run is a process; its continuation and the whole run are in this one."""
-    steps, options = 10, ("--one-device",)
+    steps, options = 10, ("--one-device", *extra)
     dying = ("--die-while-saving", "8", "--phase", "written")
     killed = start(tmp_path / "killed", *dying, *options, steps=steps)
 

@@ -6,6 +6,7 @@ They are hashable dataclasses that convert to and from JSON. This module does no
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -49,6 +50,13 @@ QUANTIZATION_ALIASES: dict[str, str] = {
     "4bit": "int4",
     "a4q": "w4a8",
     "affine": "int4",
+}
+
+#: Initial values of PEFT that are not computed here -> the reason.
+_OTHER_STARTS: dict[str, str] = {
+    "loftq": "fits adapters to the error of bitsandbytes' codes, which are not written here",
+    **dict.fromkeys(("eva", "corda", "lora_ga"), "needs rows of data before training"),
+    "false": "makes a random change of the model",
 }
 
 #: The field `bits` -> its format.
@@ -204,6 +212,9 @@ class LoraSpec:
         modules_to_save: names of modules that are trained in full beside the adapters, and saved
             with them (PEFT): `"classifier"`, `"lm_head"`, `"model.embed_tokens"`. These modules
             have no adapters.
+        init_lora_weights: initial values, as in PEFT. True: A is random and B is zero. `"pissa"`,
+            `"pissa_niter_16"` (any number of iterations) or `"olora"`: A B is a part of W, and
+            training computes with W without this part, for linear layers.
     """
 
     rank: int = 16
@@ -213,6 +224,7 @@ class LoraSpec:
     rslora: bool = False
     dora: bool = False
     modules_to_save: str | tuple[str, ...] | None = None
+    init_lora_weights: bool | str = True
 
     def __post_init__(self) -> None:
         if not _is_count(self.rank):
@@ -224,12 +236,37 @@ class LoraSpec:
         for name in ("targets", "modules_to_save"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
+        start = parse_lora_start(self.init_lora_weights)
+        object.__setattr__(self, "init_lora_weights", start)
+
+    @property
+    def decomposes_weights(self) -> bool:
+        """Whether A B starts as a part of W."""
+        return isinstance(self.init_lora_weights, str)
 
     @property
     def scale(self) -> float:
         """Factor of the low-rank product."""
         alpha = self.rank if self.alpha is None else self.alpha
         return alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+
+def parse_lora_start(value: bool | str) -> bool | str:
+    """Return the initial values of an adapter in lower case.
+
+    Raises:
+        ConfigError: the initial values are unknown, or need data or codes that are not computed.
+    """
+    if value is True:
+        return value
+    name = str(value).lower()
+    if name in ("pissa", "olora") or re.fullmatch(r"pissa_niter_[1-9]\d{0,2}", name):
+        return name
+    reason = _OTHER_STARTS.get(name, "is unknown")
+    raise ConfigError(
+        f"init_lora_weights {value!r} {reason}: use true (the change starts at zero), 'pissa', "
+        "'pissa_niter_16' (fewer operations for large matrices) or 'olora'"
+    )
 
 
 def from_mapping(

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
+from ed_infra.errors import ConfigError
 from ed_infra.options import Count, Options, choice
-from ed_infra.specs import QUANTIZATION_ALIASES, QUANTIZATION_FORMATS, STORED_CACHE_FORMATS
-from pydantic import BeforeValidator, Field, StrictBool, model_validator
+from ed_infra.specs import (
+    QUANTIZATION_ALIASES,
+    QUANTIZATION_FORMATS,
+    STORED_CACHE_FORMATS,
+    parse_lora_start,
+)
+from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, model_validator
 
 from ed_elarge.config.sections import SetsConfig
 
@@ -16,6 +22,13 @@ Patterns = Annotated[
     tuple[ParameterPattern, ...],
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
 ]
+
+
+def _check_start(value: bool | str) -> bool | str:
+    try:
+        return parse_lora_start(value)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
 
 
 class LoraSection(Options):
@@ -54,6 +67,17 @@ class LoraSection(Options):
     """Names of modules that are trained in full and saved with the adapters, as in PEFT:
     `classifier`, `score`, `lm_head`, `embed_tokens`. The last parts of a name are sufficient. These
     modules have no adapters."""
+    init_lora_weights: Annotated[bool | str, AfterValidator(_check_start)] = True
+    """Initial values, as in PEFT. `true`: an adapter does not change the model at first. `pissa`:
+    it is the part of each matrix with the largest singular values; `pissa_niter_16` finds this part
+    by 16 iterations, which is faster for large matrices. `olora`: it is a part of a QR
+    decomposition. Training computes with the remaining part of the matrix, and the saved adapter
+    has twice the rank and fits the unchanged base. Not with `quantization.model`."""
+
+    @property
+    def decomposes_weights(self) -> bool:
+        """Whether new adapters start as a part of the weights."""
+        return isinstance(self.init_lora_weights, str)
 
     @model_validator(mode="after")
     def _one_source(self) -> LoraSection:

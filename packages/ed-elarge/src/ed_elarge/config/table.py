@@ -136,7 +136,7 @@ SECTIONS: dict[str, Section] = {
     "lora": Section(
         LoraSection,
         has_default=False,
-        checks=(model_fields.adapters_or_rules,),
+        checks=(model_fields.adapters_or_rules, model_fields.initial_adapters),
         machine_checks=(machine.adapter,),
         finishes="ed_elarge.building.parts:add_adapters",
     ),

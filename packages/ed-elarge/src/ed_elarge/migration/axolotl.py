@@ -18,6 +18,7 @@ from ed_elarge.migration.conversion import (
 from ed_elarge.migration.shared_rules import (
     ADAPTER_RULES,
     OPTIMIZER_NAMES,
+    PEFT_RULES,
     SCHEDULER_NAMES,
     TRAINING_RULES,
     omit_template,
@@ -343,7 +344,7 @@ AXOLOTL_RULES: dict[str, KeyRule] = {
     "overrides_of_model_config": lose("base_config.values"),
     "overrides_of_model_kwargs": lose("base_config.values"),
     "bnb_config_kwargs": lose("quantization.model"),
-    "peft_init_lora_weights": lose("adapters begin with zero change", True),
+    "peft_init_lora_weights": PEFT_RULES["init_lora_weights"],
     "dataset_exact_deduplication": lose("`elarge data` finds equal rows: remove them"),
     "min_sample_len": lose("no counterpart: remove short rows with format_callback"),
     "bfloat16": TRAINING_RULES["bf16"],

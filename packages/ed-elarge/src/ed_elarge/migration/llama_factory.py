@@ -8,6 +8,7 @@ from ed_elarge.migration.conversion import (
     Conversion,
     KeyRule,
     copy_to,
+    is_true,
     lose,
     omit,
     parse_yaml_number,
@@ -85,6 +86,15 @@ def _put_adapter(conversion: Conversion, key: str, value: object) -> None:
         conversion.put("lora.name_or_path", value, key)
 
 
+def _put_pissa(conversion: Conversion, key: str, value: object) -> None:
+    if is_true(value):
+        iterations = parse_yaml_number(conversion.source.get("pissa_iter", 16))
+        start = "pissa" if iterations == -1 else f"pissa_niter_{iterations}"
+        conversion.put("lora.init_lora_weights", start, key)
+    else:
+        conversion.omitted[key] = f"{value!r} changes nothing"
+
+
 def _put_mix(conversion: Conversion, key: str, value: object) -> None:
     stops = {"interleave_under": "first_exhausted", "interleave_over": "all_exhausted"}
     if value in stops:
@@ -132,7 +142,9 @@ LLAMA_FACTORY_RULES: dict[str, KeyRule] = {
     "additional_target": copy_to("lora.modules_to_save"),
     "loraplus_lr_ratio": lose("trainer.learning_rate_rules: [[lora_b, RATIO]]", 1, 1.0),
     "create_new_adapter": lose("merge the old adapter with `elarge merge` first"),
-    "pissa_init": lose("adapters begin with zero change"),
+    "pissa_init": KeyRule("lora.init_lora_weights: pissa_niter_16", _put_pissa),
+    "pissa_iter": read_later("lora.init_lora_weights: pissa_niter_N"),
+    "pissa_convert": omit("a saved adapter always fits the unchanged base"),
     "quantization_bit": KeyRule("quantization.model.quantization_method", put_quantization),
     "quantization_method": lose("quantization.model.quantization_method", "bnb", "bitsandbytes"),
     "quantization_type": lose("quantization.model.quantization_method", "nf4"),
@@ -186,7 +198,7 @@ LLAMA_FACTORY_RULES: dict[str, KeyRule] = {
         key: omit("no effect on the result")
         for key in (
             *("infer_dtype", "ms_hub_token", "do_sample", "num_beams", "length_penalty"),
-            *("swanlab_run_name", "swanlab_workspace", "compute_dtype", "pissa_iter"),
+            *("swanlab_run_name", "swanlab_workspace", "compute_dtype"),
             *("skip_special_tokens", "split_special_tokens", "loraplus_lr_embedding"),
             *("overwrite_cache", "preprocessing_num_workers", "preprocessing_batch_size"),
             *("plot_loss", "cache_dir", "low_cpu_mem_usage", "use_fast_tokenizer", "hf_hub_token"),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 
 from ed_infra.errors import ConfigError
+from ed_infra.specs import parse_lora_start
 
 from ed_elarge.migration.conversion import (
     Conversion,
     KeyRule,
     copy_to,
+    is_true,
     lose,
     omit,
     parse_yaml_number,
@@ -211,6 +213,16 @@ def put_targets(conversion: Conversion, key: str, value: object) -> None:
         conversion.put("lora.targets", names, key)
 
 
+def put_start(conversion: Conversion, key: str, value: object) -> None:
+    """Set the initial values of adapters; those that are not computed here are a change."""
+    if is_true(value) or value == "":
+        return
+    try:
+        conversion.put("lora.init_lora_weights", parse_lora_start(str(value)), key)
+    except ConfigError as error:
+        conversion.changes[key] = str(error)
+
+
 def remove_adapters(conversion: Conversion) -> None:
     """Remove the options of adapters from a run that trains all parameters."""
     for path in [path for path in conversion.values if path.startswith("lora.")]:
@@ -379,7 +391,7 @@ PEFT_RULES: dict[str, KeyRule] = {
         key: lose(_ADAPTED_LAYERS)
         for key in ("exclude_modules", "layers_to_transform", "layers_pattern", "target_parameters")
     },
-    "init_lora_weights": lose("adapters begin with zero change", True),
+    "init_lora_weights": KeyRule("lora.init_lora_weights", put_start),
     "bias": lose("adapters have no bias", "none"),
     "peft_type": lose("adapters are LoRA", "LORA"),
     **{

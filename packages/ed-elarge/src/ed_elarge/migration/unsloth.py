@@ -58,7 +58,7 @@ UNSLOTH_RULES: dict[str, KeyRule] = {
     "lora.target_modules": KeyRule("lora.targets", put_targets),
     "lora.use_rslora": copy_to("lora.rslora"),
     "lora.use_dora": copy_to("lora.dora"),
-    "lora.use_loftq": lose("adapters begin with zero change"),
+    "lora.use_loftq": lose("lora.init_lora_weights: pissa, over a base that is not quantized"),
     "lora.vision_all_linear": lose(_PARTS),
     "lora.finetune_vision_layers": lose(_PARTS, True),
     "lora.finetune_language_layers": lose(_PARTS, True, False),

@@ -190,7 +190,7 @@ def _list_training_levers(settings: Training) -> Iterator[_Lever]:
     adapters = settings.lora or LoraSection()
     if settings.lora is None:
         yield _Lever("lora", f"lora.rank={adapters.rank}", _change(lora=adapters), False)
-    if settings.codes is None:
+    if settings.codes is None and not adapters.decomposes_weights:
         codes = _plan_default_codes("nf4")
         change = _change(lora=adapters, codes=codes)
         yield _Lever("lora", f"{_FORMAT}=nf4 (QLoRA)", change, False)

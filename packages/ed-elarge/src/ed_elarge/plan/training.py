@@ -78,6 +78,14 @@ def step(
     )
     parts["reference"] = parts["parameters"] if settings.has_copy and settings.refers else 0
     parts["adapters"] = sum(4 * mesh.shard(t) for t in added)
+    if settings.lora is not None and settings.lora.decomposes_weights:
+        layers = {t.name.removesuffix(".kernel") for t in base}
+        initial_matrices = [
+            t
+            for t in added
+            if t.name.endswith(("lora_a", "lora_b")) and t.name.rpartition(".")[0] in layers
+        ]
+        parts["adapters"] += sum(4 * mesh.shard(t) for t in initial_matrices)
     for tensor in trained:
         for name, size in (adapter_moments if added else moments).of(tensor).items():
             parts[name] += size

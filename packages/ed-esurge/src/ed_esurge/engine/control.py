@@ -12,7 +12,7 @@ from ed_infra.errors import ConfigError
 from ed_models.adapters.peft import read_adapter
 from ed_models.adapters.slots import slot_values
 from ed_models.adapters.token_tables import check_token_tables
-from ed_models.adapters.values import Adapter, get_adapter
+from ed_models.adapters.values import Adapter, convert_to_plain, get_adapter
 from ed_models.protocol import LanguageModel
 from flax import nnx
 
@@ -241,6 +241,7 @@ def loading(loop: Loop, name: str, source: str | Path | nnx.Module | Adapter) ->
         adapter, origin = read_adapter(model, source), str(source)
     else:
         adapter = source
+    adapter = convert_to_plain(adapter)
     slot_values(model, adapter)
     return LoadAdapter(name, adapter, origin)
 

@@ -6,6 +6,10 @@ so a new adapter changes nothing. DoRA (Liu et al. 2024) also trains the norm of
 An adapted layer keeps its parameters and their names, and adds `lora_a`, `lora_b` and
 `lora_magnitude`. These are `nnx.LoRAParam`, so trainers can select them.
 
+An adapter may start as a part of W (PiSSA, OLoRA). The layer then keeps this part, A0 B0, in
+`lora_initial_a` and `lora_initial_b`, and computes `y = x (W - scale * A0 B0) + scale *
+dropout(x) A B`. W itself stays unchanged.
+
 Legend: i in features, o out features, r rank, v vocabulary, d hidden, e experts.
 """
 
@@ -29,6 +33,7 @@ from ed_layers.projections.linear import ExpertLinear, Linear
 from ed_layers.quantization.qarray import QArray
 from ed_layers.quantization.simulated import Simulated
 from ed_layers.sums import over_axis
+from ed_layers.updated import Updated
 
 
 @jax.tree_util.register_dataclass
@@ -41,6 +46,7 @@ class LowRank:
         a, b: [i, r] and [r, o].
         factor: factor on each column, [o]; None = 1.
         scale: factor on the update.
+        initial: A0 [i, r] and B0 [r, o], whose product is subtracted from W; None = nothing.
     """
 
     base: Weight
@@ -48,6 +54,7 @@ class LowRank:
     b: Float[Array, "r o"]
     factor: Float[Array, " o"] | None = None
     scale: float = field(default=1.0, metadata={"static": True})
+    initial: tuple[jax.Array, jax.Array] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -57,7 +64,10 @@ class LowRank:
     def dense(self) -> jax.Array:
         """Return `W + scale * A B` in float32, without the factor; W as products read it."""
         assert isinstance(self.base, jax.Array | QArray | Simulated), "adapters are not nested"
-        return self.base.astype(jnp.float32) + self.scale * dot(self.a, self.b)
+        change = dot(self.a, self.b)
+        if self.initial is not None:
+            change = change - dot(*self.initial)
+        return self.base.astype(jnp.float32) + self.scale * change
 
     def column_norms(self) -> Float[Array, " o"]:
         """Return the norm of each column of `dense`."""
@@ -65,9 +75,16 @@ class LowRank:
 
     def product(self, x: jax.Array, *, precision: PrecisionLike = None) -> jax.Array:
         """Return `x @ self`, [..., o], in the dtype of `x`."""
-        return self.finish(
-            dot(x, self.base, precision=precision), self.change(x, precision=precision)
-        )
+        base = self.base_product(x, precision=precision)
+        return self.finish(base, self.change(x, precision=precision))
+
+    def base_product(self, x: jax.Array, *, precision: PrecisionLike = None) -> jax.Array:
+        """Return the product of `x` with the part of the matrix that is not trained."""
+        product = dot(x, self.base, precision=precision)
+        if self.initial is None:
+            return product
+        inner = dot(x, self.initial[0], precision=precision)
+        return product - dot(inner, self.initial[1], precision=precision) * self.scale
 
     def change(self, x: jax.Array, *, precision: PrecisionLike = None) -> jax.Array:
         """Return `scale * x A B`."""
@@ -78,6 +95,15 @@ class LowRank:
         """Combine the two products."""
         out = base + change
         return out if self.factor is None else out * self.factor.astype(out.dtype)
+
+
+class InitialMatrix(Updated):
+    """A factor of the part of the weights that an adapter starts with: constant, in checkpoints."""
+
+    @classmethod
+    def like(cls, matrix: nnx.LoRAParam) -> InitialMatrix:
+        """Return zeros with the shape and the axes of a trained factor."""
+        return cls(jnp.zeros(matrix.get_value().shape), axes=matrix.get_metadata()["axes"])
 
 
 class LoRALinear(Linear):
@@ -96,13 +122,19 @@ class LoRALinear(Linear):
             axes = base.kernel.get_metadata().get("axes", (None, None))
             length = jnp.linalg.norm(base.kernel.get_value().astype(jnp.float32), axis=0)
             self.lora_magnitude = nnx.LoRAParam(length, axes=(axes[1],))
+        if spec.decomposes_weights:
+            self.lora_initial_a = InitialMatrix.like(self.lora_a)
+            self.lora_initial_b = InitialMatrix.like(self.lora_b)
         self.spec = spec
 
     @property
     def weight(self) -> LowRank:
         """The matrix with its update, as an argument of `dot`."""
         a, b = self.lora_a.get_value(), self.lora_b.get_value()
-        weight = LowRank(self.kernel.get_value(), a, b, scale=self.spec.scale)
+        initial = None
+        if self.spec.decomposes_weights:
+            initial = (self.lora_initial_a.get_value(), self.lora_initial_b.get_value())
+        weight = LowRank(self.kernel.get_value(), a, b, scale=self.spec.scale, initial=initial)
         if not self.spec.dora:
             return weight
         # The gradient treats the norm as a constant (section 4.3 of the paper).
@@ -116,12 +148,12 @@ class LoRALinear(Linear):
         if ctx is not None:
             site = f"lora {x.shape[-1]} {weight.shape[-1]}"
             dropped = ctx.apply_dropout(x, self.spec.dropout, site)
-        base = dot(x, weight.base, precision=self.precision)
+        base = weight.base_product(x, precision=self.precision)
         change = weight.change(dropped, precision=self.precision)
         if self.spec.dora and dropped is not x:
             # As in PEFT: the base term of DoRA is not affected by the dropout of the adapter.
             assert weight.factor is not None
-            base_product = dot(dropped, weight.base, precision=self.precision)
+            base_product = weight.base_product(dropped, precision=self.precision)
             factor = weight.factor.astype(x.dtype)
             y = base + (factor - 1) * base_product + factor * change
         else:
@@ -181,11 +213,13 @@ class LoRAExperts(ExpertLinear):
     """The linear layers of all experts, each with a separate adapter: A [e, i, r], B [e, r, o].
 
     Raises:
-        ConfigError: the specification has dropout or DoRA, which PEFT does not support for experts.
+        ConfigError: the specification has dropout, DoRA or initial values from the weights, which
+            PEFT does not support for experts.
     """
 
     def __init__(self, base: ExpertLinear, spec: LoraSpec, key: jax.Array):
-        for name, value in (("dropout", spec.dropout), ("dora", spec.dora)):
+        start = spec.decomposes_weights and f"init_lora_weights {spec.init_lora_weights!r}"
+        for name, value in (("dropout", spec.dropout), ("dora", spec.dora), (start, start)):
             if value:
                 raise ConfigError(
                     f"{name} is for linear layers; leave experts out of its targets, or {name} out"

@@ -1,28 +1,53 @@
-"""Adapters whose initial values PEFT subtracts from the weights of the base (PiSSA, OLoRA).
+"""Adapters of PEFT that were trained on changed weights of the base (PiSSA, OLoRA), after loading.
 
-The training starts with an adapter that is a part of each matrix W, and with a base without this
-part. PEFT saves only the trained adapter, and subtracts the initial part again when it loads one.
-The initial parts are projections of W:
-
-- PiSSA (Meng et al. 2024): onto the singular vectors of the r largest singular values
-- OLoRA (Büyükakyüz 2024): onto the first r columns of W as torch stores it, times the scale
-
-Here the base stays unchanged. The adapter has twice the rank, and its second half subtracts the
-initial part.
+PEFT saves only the trained adapter, and subtracts the initial part of W again when it loads one
+(`ed_models.adapters.decomposition`). Here the base stays unchanged. The adapter has twice the rank,
+and its second half subtracts the initial part.
 
 Legend: i in features, o out features, r rank.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+import jax
 import numpy as np
+from ed_infra import parameter_names
+from ed_infra.errors import ConfigError
+from ed_layers.quantization.qarray import QArray
+from flax import nnx
 from jaxtyping import Float
 
+from ed_models.adapters.decomposition import find_largest_directions
 from ed_models.adapters.peft_layout import Matrix, as_slice
+from ed_models.adapters.saved_modules import base_state
 from ed_models.adapters.values import LayerAdapter
-from ed_models.checkpoints.saving import LayerReader
+from ed_models.checkpoints.saving import LayerReader, layer_values
+
+
+def fit_unchanged_base(
+    adapter: LayerAdapter, matrix: Matrix, model: nnx.Module, start: str
+) -> LayerAdapter:
+    """Return an adapter for the unchanged base; of a model without values, the adapter itself."""
+    state = base_state(model)
+    leaves = jax.tree.leaves(state)
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        return adapter
+    names = {piece.ours for piece in matrix.pieces}
+    quantized = [
+        name
+        for path, variable in nnx.to_flat_state(state)
+        if isinstance(variable.get_value(), QArray)
+        for name in parameter_names.canonical(path)
+        if name in names
+    ]
+    if quantized or matrix.experts is not None:
+        kind = "quantized" if quantized else "those of experts"
+        raise ConfigError(
+            f"the adapter has init_lora_weights: {start!r}, which changes the weights of the base, "
+            f"and the weights of {matrix.name} are {kind}: load the adapter onto a base that is "
+            "not quantized, merge it, and quantize the merged model"
+        )
+    return subtract_initial_part(adapter, matrix, read_matrix(matrix, layer_values(state)), start)
 
 
 def subtract_initial_part(
@@ -48,26 +73,7 @@ def subtract_initial_part(
     part_a, part_b = basis, (basis.T @ stored) / (scale if start == "pissa" else 1.0)
     if start == "pissa" or not has_inputs_first:  # [o, r] and [r, i]
         part_a, part_b = part_b.T, part_a.T
-    width = part_a.shape[1]
-    spec = replace(adapter.spec, rank=rank + width)
-    spec = replace(spec, alpha=scale * (spec.rank**0.5 if spec.rslora else spec.rank))
-    a = np.concatenate([adapter.a, part_a.astype(np.float32)], axis=1)
-    b = np.concatenate([adapter.b, -part_b.astype(np.float32)], axis=0)
-    return LayerAdapter(spec, a, b, adapter.magnitude)
-
-
-def find_largest_directions(
-    weight: Float[np.ndarray, "o i"], rank: int
-) -> Float[np.ndarray, "o r"]:
-    """Return the left singular vectors of the largest singular values.
-
-    The eigenvectors of the smaller Gram matrix take less time than all singular vectors.
-    """
-    outputs, inputs = weight.shape
-    if outputs <= inputs:
-        return np.linalg.eigh(weight @ weight.T)[1][:, -rank:]
-    directions = weight @ np.linalg.eigh(weight.T @ weight)[1][:, -rank:]
-    return np.linalg.qr(directions)[0]
+    return adapter.subtract_part(part_a, part_b)
 
 
 def read_matrix(matrix: Matrix, values: LayerReader) -> Float[np.ndarray, "x y"]:

@@ -22,6 +22,7 @@ from ed_layers.quantization.qarray import QArray
 from ed_layers.transform import Replace, rejoin, transform
 from flax import nnx
 
+from ed_models.adapters.decomposition import decompose_weights
 from ed_models.adapters.saved_modules import find_parameters, with_saved_modules
 
 M = TypeVar("M", bound=nnx.Module)
@@ -37,13 +38,26 @@ def apply_lora(
 
     Args:
         model: any module.
-        spec: rank, scale, dropout, targets and modules to save. Linear layers and embeddings can
-            be targets. Or several specifications, each with the canonical names of its layers.
+        spec: rank, scale, dropout, targets, modules to save and initial values. Linear layers and
+            embeddings can be targets. Or several specifications, each with the canonical names of
+            its layers.
         key: random key; the same key produces the same adapters in every layout of the layers.
 
     Raises:
         ConfigError: the model has adapters, a target matches no layer, or a module to save does
-            not exist.
+            not exist; or the initial values decompose weights that are quantized.
+    """
+    adapted = attach_adapters(model, spec, key=key)
+    decompose_weights(lora_layers(adapted))
+    return adapted
+
+
+def attach_adapters(
+    model: M, spec: LoraSpec | Mapping[LoraSpec, list[str]], *, key: jax.Array | None = None
+) -> M:
+    """Return a copy of a model with adapters, for `apply_lora` or for values that replace theirs.
+
+    Adapters whose initial values decompose the weights start as plain ones.
     """
     if has_lora(model):
         raise ConfigError(

@@ -11,18 +11,16 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from ed_infra import parameter_names
 from ed_infra.enums import TaskType
 from ed_infra.errors import CheckpointError, ConfigError, did_you_mean
 from ed_infra.specs import LoraSpec
-from ed_layers.quantization.qarray import QArray
 from flax import nnx
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from ed_models.adapters.initial_values import read_matrix, subtract_initial_part
+from ed_models.adapters.initial_values import fit_unchanged_base
 from ed_models.adapters.peft_layout import (
     EXPERT_PARAMETERS,
     Matrix,
@@ -40,7 +38,6 @@ from ed_models.adapters.peft_settings import (
     read_start,
 )
 from ed_models.adapters.saved_modules import (
-    base_state,
     build_weight_map,
     covering_modules,
     list_modules,
@@ -54,13 +51,13 @@ from ed_models.adapters.token_tables import (
 from ed_models.adapters.values import (
     LayerAdapter,
     M,
+    convert_to_plain,
     get_adapter,
     get_full_parameters,
     get_layer_adapters,
     put_adapter,
 )
 from ed_models.checkpoints.checks import ADAPTER_NAME
-from ed_models.checkpoints.saving import layer_values
 from ed_models.checkpoints.tensor_files import is_finite
 
 CONFIG, TENSORS = ADAPTER_NAME, "adapter_model.safetensors"
@@ -97,7 +94,7 @@ def save_adapter(model: Any, directory: str | Path, *, base: str | None = None) 
     Raises:
         ConfigError: the model has no adapters, or transformers' model has no place for one.
     """
-    adapter = get_adapter(model)
+    adapter = convert_to_plain(get_adapter(model))
     if not adapter:
         raise ConfigError("the model has no adapters; save_pretrained writes its weights")
     matrices = find_matrices(model)
@@ -475,36 +472,10 @@ def _ours(
                 continue
         layer_adapter = LayerAdapter(spec, *ours, magnitude)
         if start is not None and not matrix.is_embedding:
-            layer_adapter = _without_start(layer_adapter, matrix, model, start)
+            layer_adapter = fit_unchanged_base(layer_adapter, matrix, model, start)
         adapter |= split_adapter(matrix, layer_adapter, shapes)
     _check_fits(wrong, directory)
     return adapter
-
-
-def _without_start(
-    adapter: LayerAdapter, matrix: Matrix, model: nnx.Module, start: str
-) -> LayerAdapter:
-    """Return an adapter for the unchanged base; of a model without values, the adapter itself."""
-    state = base_state(model)
-    leaves = jax.tree.leaves(state)
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-        return adapter
-    names = {piece.ours for piece in matrix.pieces}
-    quantized = [
-        name
-        for path, variable in nnx.to_flat_state(state)
-        if isinstance(variable.get_value(), QArray)
-        for name in parameter_names.canonical(path)
-        if name in names
-    ]
-    if quantized or matrix.experts is not None:
-        kind = "quantized" if quantized else "those of experts"
-        raise ConfigError(
-            f"the adapter has init_lora_weights: {start!r}, which changes the weights of the base, "
-            f"and the weights of {matrix.name} are {kind}: load the adapter onto a base that is "
-            "not quantized, merge it, and quantize the merged model"
-        )
-    return subtract_initial_part(adapter, matrix, read_matrix(matrix, layer_values(state)), start)
 
 
 def _shapes(model: nnx.Module) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -13,6 +13,7 @@ import numpy as np
 from ed_infra import parameter_names
 from ed_infra.errors import ConfigError, did_you_mean
 from ed_infra.rules import Rules
+from ed_layers.lora.layers import InitialMatrix
 from ed_layers.lora.saved_modules import (
     OriginalParam,
     SavedParam,
@@ -38,7 +39,8 @@ def base_state(model: object) -> nnx.State:
     def is_base(path: object, variable: nnx.Variable) -> bool:
         if isinstance(variable, SavedParam):
             return True
-        return not isinstance(variable, nnx.LoRAParam | SlotParam | OriginalParam)
+        adapters = nnx.LoRAParam | SlotParam | OriginalParam | InitialMatrix
+        return not isinstance(variable, adapters)
 
     return nnx.state(model, is_base)
 

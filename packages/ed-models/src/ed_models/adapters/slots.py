@@ -68,7 +68,7 @@ def slot_values(model: nnx.Module, adapter: Adapter) -> nnx.State:
     Args:
         model: a model from `with_slots`; its arrays may be abstract, unless the contents of an
             adapter with DoRA are read: they depend on the weights.
-        adapter: adapter values by canonical name.
+        adapter: adapter values by canonical name, from `convert_to_plain`.
 
     Returns:
         float32 arrays [*layers, i, r], [*layers, r, o] and [*layers, 1, o], with the scale

@@ -6,7 +6,7 @@ Legend: i in features, o out features, r rank, e experts, v vocabulary, d hidden
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -15,7 +15,7 @@ from ed_infra.specs import LoraSpec
 from ed_layers.quantization.model import get_matrix
 from flax import nnx
 
-from ed_models.adapters.lora import apply_lora, lora_layers
+from ed_models.adapters.lora import attach_adapters, lora_layers
 from ed_models.adapters.saved_modules import put_saved_values, saved_values, with_saved_modules
 
 M = TypeVar("M", bound=nnx.Module)
@@ -30,12 +30,32 @@ class LayerAdapter:
         a, b: [i, r] and [r, o]; for experts [e, i, r] and [e, r, o]; for an embedding [v, r] and
             [r, d].
         magnitude: the column norms that DoRA trained, [o]; None without DoRA.
+        initial_a, initial_b: [i, r] and [r, o], the part of the weights that the adapter started
+            with and that the layer subtracts; None for an adapter that started without an effect.
     """
 
     spec: LoraSpec
     a: np.ndarray
     b: np.ndarray
     magnitude: np.ndarray | None = None
+    initial_a: np.ndarray | None = None
+    initial_b: np.ndarray | None = None
+
+    def to_plain(self) -> LayerAdapter:
+        """Return an adapter of the unchanged weights: [A, A0] and [B, -B0] have twice the rank."""
+        if self.initial_a is None or self.initial_b is None:
+            return self
+        return self.subtract_part(self.initial_a, self.initial_b)
+
+    def subtract_part(self, part_a: np.ndarray, part_b: np.ndarray) -> LayerAdapter:
+        """Return an adapter whose second part subtracts `part_a @ part_b`, with the same scale."""
+        scale = self.spec.scale
+        rank = self.spec.rank + part_a.shape[1]
+        alpha = scale * (rank**0.5 if self.spec.rslora else rank)
+        spec = replace(self.spec, rank=rank, alpha=alpha, init_lora_weights=True)
+        a = np.concatenate([self.a, part_a.astype(np.float32)], axis=1)
+        b = np.concatenate([self.b, -part_b.astype(np.float32)], axis=0)
+        return LayerAdapter(spec, a, b, self.magnitude)
 
 
 #: Canonical name of a matrix (`model.layers.3.self_attn.q_proj.kernel`) -> its adapter; canonical
@@ -51,6 +71,11 @@ def get_adapter(model: nnx.Module) -> dict[str, LayerAdapter | np.ndarray]:
 def get_layer_adapters(adapter: Adapter) -> dict[str, LayerAdapter]:
     """Return the low-rank part of an adapter."""
     return {name: x for name, x in adapter.items() if isinstance(x, LayerAdapter)}
+
+
+def convert_to_plain(adapter: Adapter) -> dict[str, LayerAdapter | np.ndarray]:
+    """Return an adapter of the unchanged weights, as files and servers hold it."""
+    return {n: x.to_plain() if isinstance(x, LayerAdapter) else x for n, x in adapter.items()}
 
 
 def get_full_parameters(adapter: Adapter) -> dict[str, np.ndarray]:
@@ -74,11 +99,11 @@ def put_adapter(model: M, adapter: Adapter) -> M:
     layers, saved = get_layer_adapters(adapter), get_full_parameters(adapter)
     for name, layer in layers.items():
         by_spec.setdefault(layer.spec, []).append(name.rpartition(".")[0])
-    adapted = apply_lora(model, by_spec) if by_spec else model
+    adapted = attach_adapters(model, by_spec) if by_spec else model
     for path, layer in lora_layers(adapted):
         path = parameter_names.normalize_parameter_name(path)
         names = [f"{name}.{get_matrix(layer)[0]}" for name in parameter_names.canonical(path)]
-        for field in ("a", "b", "magnitude"):
+        for field in ("a", "b", "magnitude", "initial_a", "initial_b"):
             values = [getattr(layers[name], field) for name in names]
             if values[0] is not None:
                 stacked = np.stack(values) if parameter_names.is_stacked(path) else values[0]
@@ -89,10 +114,10 @@ def put_adapter(model: M, adapter: Adapter) -> M:
 def _read(model: nnx.Module) -> Iterator[tuple[str, LayerAdapter]]:
     for path, layer in lora_layers(model):
         path = parameter_names.normalize_parameter_name(path)
-        fields = ["a", "b", "magnitude"] if layer.spec.dora else ["a", "b"]
         values = {
             field: np.asarray(getattr(layer, f"lora_{field}").get_value(), np.float32)
-            for field in fields
+            for field in ("a", "b", "magnitude", "initial_a", "initial_b")
+            if hasattr(layer, f"lora_{field}")
         }
         for i, name in enumerate(parameter_names.canonical(path)):
             layer_values = {

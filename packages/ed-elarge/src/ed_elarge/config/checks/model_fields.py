@@ -246,6 +246,16 @@ def adapters_or_rules(run: RunConfig) -> Iterator[Problem]:
         )
 
 
+def initial_adapters(run: RunConfig) -> Iterator[Problem]:
+    """Reject initial values of adapters that decompose quantized weights."""
+    if run.lora is not None and run.lora.decomposes_weights and run.weight_format is not None:
+        yield Problem(
+            ("lora", "init_lora_weights"),
+            f"{run.lora.init_lora_weights} decomposes the weights of the base, and quantization "
+            "rounds them: omit init_lora_weights, or the quantization",
+        )
+
+
 def _list_rules(run: RunConfig) -> list[str]:
     """Return the keys of the trainer that select trained parameters."""
     keys = ("trainable_rules", "frozen_parameters")
