@@ -56,6 +56,41 @@ def test_interval_contains_the_truth_of_noisy_laws_about_as_often_as_it_claims()
         fit_law(COMPUTE[:2], [3.0, 2.0])
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("rungs", [3, 4])
+@pytest.mark.parametrize("curve", ["law", "bending", "sigmoid"])
+def test_interval_contains_curves_that_follow_no_law(curve: str, rungs: int) -> None:
+    """Losses of short runs fall faster than a law, until they approach one."""
+    random, inside, compute = np.random.default_rng(1), 0, 1e10 * 9.0 ** np.arange(rungs + 1)
+    log_compute = np.log(compute / compute[0])
+    for seed in range(20):
+        share = random.uniform(0, 1)
+        if curve == "law":
+            losses = 2 * share + 3 * np.exp(-(0.05 + 0.2 * share) * log_compute)
+        elif curve == "bending":
+            losses = 5.7 * np.exp(-0.04 * log_compute - 0.01 * share * log_compute**2)
+        else:
+            middle = (0.3 + 0.5 * share) * log_compute[-1]
+            losses = 2.2 + 3.2 / (1 + np.exp((log_compute - middle) / 2))
+        losses = losses * (1 + 0.005 * random.standard_normal(rungs + 1))
+        known, flops = list(losses[:-1]), list(compute[:-1])
+        _, interval = predict_loss(flops, known, float(compute[-1]), noise=0.005, seed=seed)
+        assert interval.low <= interval.value <= interval.high
+        assert interval.high - interval.low < 0.6 * interval.value
+        inside += interval.low <= losses[-1] <= interval.high
+    assert inside >= 16
+
+
+def test_law_that_misses_the_largest_rung_has_a_wider_interval() -> None:
+    clean = np.array([1.5 + 4 * (c / 1e12) ** -0.2 for c in COMPUTE])
+    missed = clean * np.array([1.0, 1.0, 1.0, 0.97])
+    widths = []
+    for losses in (clean, missed):
+        _, interval = predict_loss(COMPUTE, list(losses), 1e16, noise=0.001)
+        widths.append(interval.high - interval.low)
+    assert widths[1] > 3 * widths[0]
+
+
 def test_best_rate_is_between_trials_and_falls_with_the_parameters() -> None:
     rates = [1e-3, 2e-3, 4e-3]
     losses = [3 + np.log(rate / 1.5e-3) ** 2 for rate in rates]
@@ -64,6 +99,8 @@ def test_best_rate_is_between_trials_and_falls_with_the_parameters() -> None:
     interval = extrapolate_rate([1e5, 1e6, 1e7], [4e-3, 2e-3, 1e-3], 1e8, step=2.0)
     assert interval.value == pytest.approx(5e-4, rel=1e-6)
     assert interval.high / interval.low == pytest.approx(2.0)
+    same = extrapolate_rate([1e5, 1e6], [4e-3, 1e-3], 1e8, step=2.0, steepest=0.0)
+    assert same.value == pytest.approx(2e-3)
 
 
 def test_sizes_shrink_in_width_and_depth_and_keep_the_head() -> None:
@@ -144,5 +181,14 @@ def test_ladder_tunes_rates_within_its_budget_and_predicts_the_loss(
     assert rate["low"] <= best <= rate["high"]
     assert loss["low"] <= compute_loss(target.flops, target.parameters, best) <= loss["high"]
     assert loss["high"] - loss["low"] < 0.3
+    widths = {"hidden_size": 192, "num_attention_heads": 3}
+    mup = {"model__parametrization": "mup", "model__base_widths": widths}
+    values, run = build_run(trainer__max_training_steps=1000, **mup)
+    values["model"]["tokenizer"] = "a-tokenizer"
+    scaled = ladder.Ladder(values, run, 1e9, 4, 3.0, lines.append).climb()
+    assert [len(rung["trials"]) > 1 for rung in scaled["rungs"]] == [True, True, False, False]
+    rates = [rung["learning_rate"] for rung in scaled["rungs"]]
+    assert rates[2] == pytest.approx(np.sqrt(rates[0] * rates[1]))
+    assert scaled["learning_rate"]["method"] == "the same rate at all widths (µP)"
     with pytest.raises(ConfigError, match="raise --budget"):
         ladder.Ladder(values, run, 1.0, 4, 3.0, lines.append).climb()

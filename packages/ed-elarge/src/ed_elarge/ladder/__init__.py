@@ -1,8 +1,9 @@
 """Ladders: small models that predict the learning rate and the loss of a large run.
 
 The rungs are trained from the smallest to the largest, within a budget of time. On every rung but
-the last, several learning rates are tried; the last rung uses the rate that the others predict. The
-smallest rung is repeated with other seeds, which measures the noise of a loss.
+the last, several learning rates are tried; the last rung uses the rate that the others predict. In
+µP all models have the same best rate, so only the two smallest rungs try rates. The smallest rung
+is repeated with other seeds, which measures the noise of a loss.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from ed_elarge.ladder.trial import Trial, count_model, get_target_steps, train_t
 FOLDER = "ladder"
 #: Factor between two tried learning rates, and the largest number of trials of a rung.
 RATE_STEP, MOST_TRIALS = 2.0, 6
+#: Rungs that try learning rates in µP.
+TUNED_RUNGS = 2
 #: Seeds of the smallest rung, in addition to that of the run.
 MORE_SEEDS = 2
 _PRINT = partial(print, flush=True)
@@ -101,10 +104,10 @@ class Ladder:
         assert self.run.trainer is not None, "`check_run` checks the section"
         rate = self.run.trainer.learning_rate
         for number, rung in enumerate(planned):
-            is_last = number == len(planned) - 1 and number >= FEWEST_RUNGS - 1
-            if is_last:
+            is_tuned = self._is_tuned(number, len(planned))
+            if not is_tuned:
                 rate = self._predict_rate(rungs, rung.parameters).value
-            trials = list(self._try_rates(rung, rate, only_one=is_last))
+            trials = list(self._try_rates(rung, rate, only_one=not is_tuned))
             if not trials:
                 self.say(f"the budget ends before the rung of {rung.parameters:,} parameters")
                 break
@@ -129,12 +132,23 @@ class Ladder:
             )
         return self._describe(target, rungs, noise)
 
+    @property
+    def has_one_rate(self) -> bool:
+        """Whether the best learning rate is the same for all models."""
+        return self.run.model is not None and self.run.model.parametrization == "mup"
+
+    def _is_tuned(self, number: int, count: int) -> bool:
+        if self.has_one_rate:
+            return number < TUNED_RUNGS
+        return number < count - 1 or number < FEWEST_RUNGS - 1
+
     def _describe(self, target: Rung, rungs: list[Rung], noise: float) -> dict[str, Any]:
         law, loss = predict_loss(
             [rung.flops for rung in rungs],
             [rung.loss for rung in rungs],
             target.flops,
             noise=noise,
+            seeds=1 + MORE_SEEDS,
         )
         rate = self._predict_rate(rungs, target.parameters)
         return build_prediction(self.run, target, rungs, (law, loss, rate, noise))
@@ -146,6 +160,7 @@ class Ladder:
             [rung.learning_rate for rung in tuned],
             parameters,
             step=RATE_STEP,
+            steepest=0.0 if self.has_one_rate else -1.0,
         )
 
     def _try_rates(self, rung: Rung, rate: float, *, only_one: bool) -> Iterator[Trial]:
@@ -234,6 +249,7 @@ def build_prediction(
     metric = str(rungs[0].trials[0]["metric"])
     trainer = run.trainer
     assert trainer is not None, "`check_run` checks the section"
+    is_mup = run.model is not None and run.model.parametrization == "mup"
     return {
         "target": {
             "parameters": target.parameters,
@@ -244,7 +260,8 @@ def build_prediction(
             "batch_size": target.batch_size,
         },
         "loss": {"metric": metric, "share": 0.0 if metric == "eval_loss" else 0.1} | loss.to_dict(),
-        "learning_rate": rate.to_dict() | {"method": "power law over the rungs"},
+        "learning_rate": rate.to_dict()
+        | {"method": "the same rate at all widths (µP)" if is_mup else "power law over the rungs"},
         "batch_size": {"value": target.batch_size, "method": "the batch of the run file"},
         "law": law.to_dict(),
         "noise": noise,

@@ -2,14 +2,14 @@
 
 The law of the loss is `L(C) = E + A · C^-α` with E ≥ 0 and A ≥ 0 (Hestness et al. 2017; Hoffmann et
 al. 2022 with one variable). For a fixed exponent the law is linear in E and A, so the fit is exact
-over a grid of exponents. The interval is a bootstrap over the noise of the losses and over the
-rungs: each draw may omit one rung.
+over a grid of exponents. The interval is a bootstrap over the noise of the losses, the rungs, the
+form of the law, and the error of an extrapolation among the rungs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -24,6 +24,10 @@ EXPONENTS: Vector = np.geomspace(0.02, 1.0, 197)
 FEWEST_RUNGS = 3
 #: Draws of the bootstrap, and the share of the draws inside of an interval.
 DRAWS, LEVEL = 500, 0.9
+#: Relative error of the law at the largest rung at which half of the draws use other forms.
+DOUBT = 0.02
+#: Largest factor between the deviation of a draw and the measured one.
+MOST_SCALE = 3.0
 
 
 @dataclass(frozen=True)
@@ -122,35 +126,96 @@ def predict_loss(
     target: float,
     *,
     noise: float = 0.0,
+    seeds: int = 3,
     seed: int = 0,
 ) -> tuple[PowerLaw, Prediction]:
     """Return the law, and the predicted loss at a compute with its interval.
 
+    The value is the median of the draws, and the interval contains `LEVEL` of them. A draw varies
+
+    - the losses of the rungs and of the target by the noise, whose deviation is uncertain, too;
+    - the rungs: a fit of the law may omit one of more than three;
+    - the form, because no law is known to hold beyond the rungs (`FORMS`). Half of the draws use
+      other forms if the law, fitted to the smaller rungs, misses the largest one by `DOUBT`;
+    - the drift: the error of the form at the largest rung per log C.
+
+    A target below the largest rung has no error of an extrapolation.
+
     Args:
-        compute: [rungs] FLOPs of each rung.
+        compute: [rungs] FLOPs of each rung, in increasing order.
         losses: [rungs] loss of each rung.
         target: FLOPs of the predicted run.
         noise: relative standard deviation of a loss over seeds, if it was measured.
+        seeds: number of seeds with which the noise was measured.
         seed: seed of the bootstrap.
     """
     x, y = np.asarray(compute, np.float64), np.asarray(losses, np.float64)
     law = fit_law(x, y)
-    fitted = law.predict(x)
-    freedom = max(len(x) - FEWEST_RUNGS, 1)
-    spread = math.sqrt(float((((y - fitted) / y) ** 2).sum()) / freedom)
-    sigma = max(spread, noise)
+    # A misfit of the law is part of its drift; it is noise only if no noise was measured.
+    residuals, freedom = (y - law.predict(x)) / y, max(len(x) - FEWEST_RUNGS, 1)
+    spread = math.sqrt(float((residuals**2).sum()) / freedom)
+    sigma, freedom = (noise, seeds - 1) if noise else (spread, freedom)
+    distance, step = max(math.log(target / x[-1]), 0.0), math.log(x[-1] / x[-2])
+    drifts = np.array([abs(measure_drift(x, y, form)) for form in FORMS])
+    drifts[1:] = drifts[1:].max()  # one of the two may hit the largest rung by chance
+    share = 1 / (1 + (drifts[0] * step / DOUBT) ** 2) if distance else 1.0
+    shares = [share, *[(1 - share) / (len(FORMS) - 1)] * (len(FORMS) - 1)]
     random, predictions = np.random.default_rng(seed), np.empty(DRAWS)
-    for draw in range(DRAWS):
-        left_out = random.integers(-1, len(x)) if len(x) > FEWEST_RUNGS else -1
+    choices = random.choice(len(FORMS), size=DRAWS, p=shares)
+    for draw, choice in enumerate(choices):
+        scale = math.sqrt(freedom / random.chisquare(freedom)) if sigma else 0.0
+        deviation = sigma * min(scale, MOST_SCALE)
+        sample = y * np.exp(deviation * random.standard_normal(len(y)))
+        omits = choice == 0 and len(x) > FEWEST_RUNGS
+        left_out = random.integers(-1, len(x)) if omits else -1
         kept = np.arange(len(x)) != left_out
-        # A draw varies the measured losses, so the interval does not rest on the fitted curve.
-        sample = y * (1.0 + sigma * random.standard_normal(len(y)))
-        drawn_law = fit_law(x[kept], sample[kept])
-        error = 1.0 + sigma * random.standard_normal()
-        predictions[draw] = float(drawn_law.predict(target)) * error
-    low, high = np.quantile(predictions, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    value = float(law.predict(target))
-    return law, Prediction(value, min(float(low), value), max(float(high), value))
+        prediction = FORMS[choice](x[kept], sample[kept], target)
+        drift = drifts[choice] * distance
+        error = deviation * random.standard_normal() + drift * random.standard_normal()
+        predictions[draw] = prediction * math.exp(error)
+    low, value, high = np.quantile(predictions, [(1 - LEVEL) / 2, 0.5, (1 + LEVEL) / 2])
+    return law, Prediction(float(value), float(low), float(high))
+
+
+def measure_drift(
+    compute: Vector, losses: Vector, form: Callable[[Vector, Vector, float], float]
+) -> float:
+    """Return log(loss / prediction) of the largest rung per log C, predicted by the others.
+
+    Two rungs determine only a line, so the drift of a line is that of all forms of three rungs.
+    """
+    if len(compute) <= FEWEST_RUNGS:
+        form = extrapolate_line
+    predicted = form(compute[:-1], losses[:-1], float(compute[-1]))
+    return math.log(losses[-1] / predicted) / math.log(compute[-1] / compute[-2])
+
+
+def extrapolate_law(compute: Vector, losses: Vector, target: float) -> float:
+    """Return the loss at the target on the law of `fit_law`."""
+    return float(fit_law(compute, losses).predict(target))
+
+
+def extrapolate_line(compute: Vector, losses: Vector, target: float) -> float:
+    """Return the loss at the target on the power law through the two largest rungs."""
+    x, y = np.log(compute), np.log(losses)
+    slope = min(float((y[-1] - y[-2]) / (x[-1] - x[-2])), 0.0)
+    return float(math.exp(y[-1] + slope * (math.log(target) - x[-1])))
+
+
+def extrapolate_parabola(compute: Vector, losses: Vector, target: float) -> float:
+    """Return the loss at the target on a parabola of log L over log C.
+
+    The slope does not become positive, nor more than twice as steep as at the largest rung.
+    """
+    x, y = np.log(compute), np.log(losses)
+    bend, slope, offset = (float(value) for value in np.polyfit(x - x[-1], y, 2))
+    slope, distance = min(slope, 0.0), math.log(target) - x[-1]
+    end = min(max(slope + 2 * bend * distance, 2 * slope), 0.0)
+    return float(math.exp(offset + (slope + end) / 2 * distance))
+
+
+#: Forms of the curve beyond the largest rung. Losses of small models often fall faster than a law.
+FORMS = (extrapolate_law, extrapolate_line, extrapolate_parabola)
 
 
 def find_minimum(rates: Sequence[float], losses: Sequence[float]) -> float:
@@ -171,7 +236,12 @@ def find_minimum(rates: Sequence[float], losses: Sequence[float]) -> float:
 
 
 def extrapolate_rate(
-    parameters: Sequence[float], rates: Sequence[float], target: float, *, step: float
+    parameters: Sequence[float],
+    rates: Sequence[float],
+    target: float,
+    *,
+    step: float,
+    steepest: float = -1.0,
 ) -> Prediction:
     """Return the learning rate at a number of parameters, by a power law over the rungs.
 
@@ -182,14 +252,15 @@ def extrapolate_rate(
         rates: [rungs] best learning rates.
         target: number of parameters of the large run.
         step: factor between two trials.
+        steepest: smallest exponent of the law: the best rate falls at most in proportion to the
+            parameters. 0 in µP, where all models have the same best rate.
     """
     x, y = np.log(np.asarray(parameters, np.float64)), np.log(np.asarray(rates, np.float64))
     if len(x) < 2:
         value, slope, spread = float(y[0]), 0.0, 0.0
     else:
         slope, _ = np.polyfit(x - x.mean(), y, 1)
-        # The best rate falls with the width, at most in proportion to the parameters.
-        slope = float(min(max(slope, -1.0), 0.0))
+        slope = float(min(max(slope, steepest), 0.0))
         value = float(y.mean() + slope * (math.log(target) - x.mean()))
         residual = y - y.mean() - slope * (x - x.mean())
         spread = math.sqrt(float((residual**2).sum()) / max(len(x) - 2, 1))
