@@ -91,7 +91,7 @@ def test_rows_of_python_and_of_a_run_file_give_equal_batches(
     model: Any = SimpleNamespace(config=config, model_task=ed.TaskType.CAUSAL_LM)
     arguments = build_arguments(method, keys, tmp_path / "python")
     for given in (rows, tuple(rows), Dataset.from_list(rows)):
-        loader, held_out, rollout = prepare_rows(arguments, model, tokenizer, given, None)
+        loader, held_out, rollout, _ = prepare_rows(arguments, model, tokenizer, given, None)
         assert held_out is None and rollout is None
         for batch, other in zip(read_batches(loader), expected, strict=True):
             assert batch.keys() == other.keys()
@@ -148,7 +148,7 @@ def test_iterable_datasets_are_streamed_and_read_again(
     tokenizer = AutoTokenizer.from_pretrained(quickstart_model)
     stream = Dataset.from_list(TEXTS).to_iterable_dataset()
     assert has_rows(stream)
-    loader, _, _ = prepare_rows(arguments, model, tokenizer, stream, None)
+    loader, *_ = prepare_rows(arguments, model, tokenizer, stream, None)
     batches: Any = iter(loader)  # type: ignore[arg-type]
     assert [next(batches)["input_ids"].shape for _ in range(5)] == [(4, 24)] * 5
     with pytest.raises(ValueError, match="can be read only once"):

@@ -10,6 +10,7 @@ from ed_elarge.building.tools import build_tool_set, describe_function
 from ed_elarge.config.checks import machine
 from ed_elarge.model import eLargeModel
 from ed_infra.errors import ConfigError
+from ed_trainers import trainer_class
 from ed_trainers.arguments import arguments_class
 
 TOOL = '''
@@ -21,6 +22,24 @@ def look(place: str) -> str:
         place: The place.
     """
     return place
+'''
+
+
+METHOD = '''
+def visit(self, place: str) -> str:
+    """
+    Visit a place.
+
+    Args:
+        place: The place.
+    """
+    return place
+
+def reset(self, messages, row):
+    pass
+
+def step(self, messages):
+    pass
 '''
 
 
@@ -104,6 +123,54 @@ def test_functions_that_cannot_be_described_are_errors(tmp_path):
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match="the tokenizer has none"):
         build_tool_set([look], tokenizer, options)
+
+
+def test_methods_of_an_environment_are_described_without_self(tmp_path):
+    body = "".join(f"    {line}\n" if line else "\n" for line in METHOD.splitlines())
+    (tmp_path / "places.py").write_text(f"class Places:\n    tools = ('visit',)\n{body}")
+    address = f"{tmp_path / 'places.py'}:Places"
+    elm = write_run(tmp_path, environment=address, tools=f"{tmp_path / 'tools.py'}:look")
+    tools = elm.part("tools")
+    assert [one["function"]["name"] for one in tools.schemas] == ["look", "visit"]
+    assert tools.schemas[1]["function"]["parameters"]["required"] == ["place"]
+    assert list(tools.functions) == ["look"]
+    assert list(write_run(tmp_path, environment=address).part("tools").schemas) == tools.schemas[1:]
+    (tmp_path / "other.py").write_text(f"class Other:\n    tools = ('fly',)\n{body}")
+    elm = write_run(tmp_path, environment=f"{tmp_path / 'other.py'}:Other")
+    with pytest.raises(ConfigError, match=r"Other\.tools has 'fly', and the class has no such"):
+        elm.part("tools")
+
+
+@pytest.mark.nightly
+def test_trainer_of_python_accepts_functions(tmp_path):
+    elm = write_run(tmp_path)
+    arguments = arguments_class("grpo")(
+        total_batch_size=2,
+        num_return_sequences=2,
+        max_turns=2,
+        max_prompt_length=200,
+        max_completion_length=8,
+        max_training_steps=1,
+        save_directory=str(tmp_path / "run"),
+        use_tensorboard=False,
+    )
+    messages = []
+
+    def count(completions, **fields):
+        messages.extend(completions)
+        return [float(len(one)) for one in completions]
+
+    options = {"processing_class": elm.build_tokenizer(), "reward_functions": count}
+    rows = [{"prompt": [{"role": "user", "content": "Look."}]}] * 2
+    model = elm.part("model")
+    trainer = trainer_class("grpo")(arguments, model, rows, tools=[look], **options)
+    assert trainer.method.tools.functions == {"look": look}
+    trainer.train()
+    assert messages[0][0]["role"] == "assistant"
+    with pytest.raises(ConfigError, match="pass rows as train_dataset"):
+        trainer_class("grpo")(arguments, model, None, tools=[look], **options)
+    with pytest.raises(ConfigError, match="does not sample completions: omit tools"):
+        trainer_class("sft")(arguments_class("sft")(), model, None, tools=[look])
 
 
 def test_other_processes_need_names_of_functions(tmp_path):

@@ -199,6 +199,33 @@ def test_messages_without_calls_go_to_the_environment_of_the_run():
     assert [one["content"] for one in messages] == ["8", "Again.", "", "16", "16"]
 
 
+def test_methods_of_an_environment_are_tools_of_its_sample():
+    class Counter:
+        tools = ("count",)
+
+        def __init__(self):
+            self.total = 0
+
+        def reset(self, messages, row):
+            self.total = 0
+
+        def count(self, value):
+            self.total += value
+            return self.total
+
+        def step(self, messages):
+            return EnvironmentReply(reward=float(self.total), done=True)
+
+    samples = sample(
+        [f"{{count 4}}{END}", f"{{count 5}}{{double 1}}{END}", f"9{END}"],
+        [f"{{count 1}}{END}", f"1{END}"],
+        environment=Counter,
+    )
+    assert [one.rewards for one in samples] == [[9.0], [1.0]]
+    messages = split_completion(samples[0].token_ids, samples[0].given, Letters(), read)
+    assert [one["content"] for one in messages if one["role"] == "tool"] == ["4", "9", "2"]
+
+
 def test_tools_need_chats_and_methods_that_sample():
     with pytest.raises(ConfigError, match="this prompt is a text: write prompts as chats"):
         Episode(None, "6 * 7?", {}, Letters(), None, tool_set())

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
-from typing import Any, Protocol, TypedDict, cast
+from typing import Any, NamedTuple, Protocol, TypedDict, cast
 
 import numpy as np
 from ed_infra.errors import ConfigError, unknown_name
 from ed_models.protocol import LanguageModel
 
 from ed_trainers.batches import BatchLoader, Dataset, HostBatch
+from ed_trainers.environments.tools import ToolSet
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.rewards import RewardFunction
 from ed_trainers.rollout import Rollout
@@ -57,6 +58,15 @@ class OtherNames(TypedDict, total=False):
     dataset_eval: object
 
 
+class PreparedRows(NamedTuple):
+    """The batches of two datasets, and the rollout and the tools of a method that samples."""
+
+    train: Dataset | None
+    evaluation: Dataset | None
+    rollout: Rollout | None = None
+    tools: ToolSet | None = None
+
+
 class RowPreparation(Protocol):
     """The function of the entry point."""
 
@@ -67,8 +77,9 @@ class RowPreparation(Protocol):
         processing_class: object,
         train: object,
         evaluation: object,
-    ) -> tuple[Dataset | None, Dataset | None, Rollout | None]:
-        """Return the batches of both datasets, and the rollout of a method that samples."""
+        tools: Sequence[Callable[..., object]] = (),
+    ) -> PreparedRows:
+        """Return the batches of both datasets, and the parts of a method that samples."""
         ...
 
 
@@ -132,8 +143,9 @@ def prepare_datasets(
     processing_class: object,
     datasets: tuple[object, object],
     collate: Collator | None,
-) -> tuple[Dataset | None, Dataset | None, Rollout | None]:
-    """Return the batches for training and evaluation, and the rollout of a method that samples.
+    tools: Sequence[Callable[..., object]] = (),
+) -> PreparedRows:
+    """Return the batches for training and evaluation, and the parts of a method that samples.
 
     Args:
         arguments: options of the method.
@@ -141,6 +153,7 @@ def prepare_datasets(
         processing_class: encodes rows.
         datasets: the datasets for training and evaluation, of rows or of batches.
         collate: converts rows to batches; None prepares rows as a run file does.
+        tools: functions that the model may call.
 
     Raises:
         ConfigError: no installed package prepares rows, `processing_class` is missing, or one of
@@ -157,18 +170,22 @@ def prepare_datasets(
         train, held_out = cast(
             "tuple[Iterable[GivenRow] | None, Iterable[GivenRow] | None]", datasets
         )
-        return (
+        return PreparedRows(
             None if train is None else CollatedRows(train, collate, size, arguments.seed),
             None
             if held_out is None
             else CollatedRows(held_out, collate, arguments.eval_batch_size or size, None),
-            None,
         )
     if present and not rows and arguments.data_keys:
         names = ", ".join(arguments.data_keys)
         raise ConfigError(f"{names}: keys for rows, and train_dataset has batches: omit them")
     if not rows:
-        return (*cast("tuple[Dataset | None, Dataset | None]", datasets), None)
+        if tools:
+            raise ConfigError(
+                "the schemas of tools are part of the prompts: pass rows as train_dataset, or "
+                "batches with the schemas and a ToolSet of ed_elarge.building.tools.build_tool_set"
+            )
+        return PreparedRows(*cast("tuple[Dataset | None, Dataset | None]", datasets))
     if len(rows) < len(present):
         raise ConfigError("one of train_dataset and eval_dataset has rows: pass rows for both")
     points = metadata.entry_points(group=ROWS_GROUP)
@@ -178,7 +195,7 @@ def prepare_datasets(
         raise ConfigError("train_dataset has rows: pass the tokenizer as processing_class")
     prepare = cast("RowPreparation", next(iter(points)).load())
     module = model.model if isinstance(model, EasyDeLState) else model
-    return prepare(arguments, module, processing_class, *datasets)
+    return prepare(arguments, module, processing_class, *datasets, tools=tools)
 
 
 class CollatedRows:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Unpack, cast
@@ -101,8 +101,8 @@ class Trainer:
             methods with rewards.
         reward_folders: folders in which the files and modules of named reward functions and of an
             environment are searched before the working directory.
-        tools: the tools that a model may call; only for methods that sample. Their schemas must be
-            part of the prompts.
+        tools: functions that the model may call; only for methods that sample, with a dataset of
+            rows. With batches, a `ToolSet`, whose schemas the prompts contain.
         settings: values outside of the arguments that determine the result, by key, such as the
             name of the model. Checkpoints record them, and a run that resumes compares them.
         data_collator: converts the rows of a batch to arrays; the rows are then not prepared.
@@ -135,7 +135,7 @@ class Trainer:
         rollout: Rollout | None = None,
         reward_functions: Sequence[RewardFunction] = (),
         reward_folders: Sequence[str | Path] = (),
-        tools: ToolSet | None = None,
+        tools: ToolSet | Sequence[Callable[..., object]] = (),
         settings: Mapping[str, Any] | None = None,
         data_collator: Collator | None = None,
         **others: Unpack[OtherNames],
@@ -165,10 +165,14 @@ class Trainer:
         if model is None:
             raise ConfigError(f"{name} trains a model: pass it as model")
         datasets = (train_dataset, eval_dataset)
-        train_dataset, eval_dataset, row_rollout = prepare_datasets(
-            arguments, model, processing_class, datasets, data_collator
+        if tools and not self.entry.samples:
+            raise ConfigError(f"{name} does not sample completions: omit tools")
+        functions = () if isinstance(tools, ToolSet) else tuple(tools)
+        prepared = prepare_datasets(
+            arguments, model, processing_class, datasets, data_collator, functions
         )
-        rollout = row_rollout if rollout is None else rollout
+        train_dataset, eval_dataset = prepared.train, prepared.evaluation
+        rollout = prepared.rollout if rollout is None else rollout
         extension = self.record.extension
         if extension is not None:
             if isinstance(model, EasyDeLState):
@@ -178,8 +182,6 @@ class Trainer:
             model = extension.attach(model, arguments)
         if rollout is not None and not self.entry.samples:
             raise ConfigError(f"{name} does not sample completions: omit rollout")
-        if tools is not None and not self.entry.samples:
-            raise ConfigError(f"{name} does not sample completions: omit tools")
         rewarded = any(role.name == REWARD_ROLE.name for role in self.entry.roles)
         if reward_functions and not rewarded:
             raise ConfigError(f"{name} reads no rewards: omit reward_functions")
@@ -234,7 +236,7 @@ class Trainer:
             rollout=rollout,
             reward_functions=tuple(reward_functions),
             reward_folders=tuple(reward_folders),
-            tools=tools,
+            tools=tools if isinstance(tools, ToolSet) else prepared.tools,
         )
         self.method.bind(self._checked_roles(frozen or {}))
         if self.method.following is not None:

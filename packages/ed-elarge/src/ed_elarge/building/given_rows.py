@@ -6,7 +6,7 @@ mix and pack them. `ed_trainers` calls `prepare_rows` by the entry point group `
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ed_data.sources.python import GivenRows, keep_while, list_frame_rows
@@ -19,8 +19,7 @@ from ed_elarge.model import eLargeModel
 
 if TYPE_CHECKING:
     from ed_models.protocol import LanguageModel
-    from ed_trainers.batches import Dataset
-    from ed_trainers.rollout import Rollout
+    from ed_trainers.given import PreparedRows
 
 #: Place of the model in a run whose model is an object.
 GIVEN_MODEL = "the given model"
@@ -91,8 +90,9 @@ def prepare_rows(
     processing_class: object,
     train: object,
     evaluation: object,
-) -> tuple[Dataset | None, Dataset | None, Rollout | None]:
-    """Return the batches of rows, and the rollout of a method that samples.
+    tools: Sequence[Callable[..., object]] = (),
+) -> PreparedRows:
+    """Return the batches of rows, and the rollout and the tools of a method that samples.
 
     Args:
         arguments: options of the method; they may contain keys of EasyDeL about the data.
@@ -100,14 +100,21 @@ def prepare_rows(
         processing_class: the tokenizer, or the processor of a model of images or recordings.
         train: rows for training; None with rows for evaluation only.
         evaluation: rows for evaluation, or None.
+        tools: functions that the model may call.
 
     Raises:
         ConfigError: the method has no run file, or a value is invalid.
     """
+    from ed_trainers.given import PreparedRows  # imports jax
+
     methods = [name for name, entry in METHODS.items() if entry.arguments is type(arguments)]
     if not methods:
         raise ConfigError(f"no method has the options {type(arguments).__name__}: pass batches")
     values = {name: getattr(arguments, name) for name in arguments.model_fields_set}
+    if tools:  # the functions themselves are given to the run
+        values["tools"] = [
+            f"{one.__module__}:{getattr(one, '__name__', type(one).__name__)}" for one in tools
+        ]
     mixture, given = build_mixture(
         evaluation if train is None else train, None if train is None else evaluation, {}
     )
@@ -125,18 +132,20 @@ def prepare_rows(
     run = normalize(document)
     elm = eLargeModel.from_run(run)
     elm.give(model=model)
-    elm.given_config = model.config
+    elm.given_config, elm.tools = model.config, tuple(tools)
     if run.has_processor:
         elm.give(processor=processing_class, tokenizer=getattr(processing_class, "tokenizer", None))
     else:
         elm.give(tokenizer=processing_class)
     with run.blame("trainer"):
         loader, held_out = elm.part("loaders")
-        rollout = elm.part("rollout") if run.method_entry.samples else None
+        samples = run.method_entry.samples
+        rollout, tool_set = (elm.part("rollout"), elm.part("tools")) if samples else (None, None)
     for built in (loader, held_out):
         if built is not None:
             keep_while(built, given)
-    return (None, loader, rollout) if train is None else (loader, held_out, rollout)
+    batches = (None, loader) if train is None else (loader, held_out)
+    return PreparedRows(*batches, rollout, tool_set)
 
 
 def give_data(elm: eLargeModel, train: object, evaluation: object) -> eLargeModel:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from ed_infra.errors import ConfigError
 from ed_trainers import user_code
-from ed_trainers.environments.tools import ToolSet
+from ed_trainers.environments import Environment, environment_class
+from ed_trainers.environments.tools import ToolSet, list_tool_methods
 from ed_trainers.options.online import OnlineArguments
 
 if TYPE_CHECKING:
@@ -97,8 +99,31 @@ def build_tools(elm: eLargeModel) -> ToolSet | None:
             "other processes cannot receive functions of this process: write their names as "
             "trainer.tools, path/file.py:function, or omit the section asynchronous"
         )
-    if not (elm.tools or options.tools):
-        return None
     with run.blame("trainer", "tools"):
         load = functools.partial(user_code.load_function, folders=(run.folder,))
-        return build_tool_set(elm.tools or map(load, options.tools), elm.build_tokenizer(), options)
+        functions = list(elm.tools or map(load, options.tools))
+        methods = dict[str, ToolFunction]()
+        if run.environment is not None:
+            methods = _bind_tool_methods(environment_class(run.environment, (run.folder,)))
+        if not functions and not methods:
+            return None
+        tools = build_tool_set([*functions, *methods.values()], elm.build_tokenizer(), options)
+    return replace(
+        tools, functions={name: f for name, f in tools.functions.items() if name not in methods}
+    )
+
+
+def _bind_tool_methods(environment: type[Environment]) -> dict[str, ToolFunction]:
+    """Return the tools of an environment as methods of an object, which have no `self`, by name.
+
+    Raises:
+        ConfigError: the environment lacks a method.
+    """
+    names = list_tool_methods(environment)
+    for name in names:
+        if not callable(getattr(environment, name, None)):
+            raise ConfigError(
+                f"{environment.__name__}.tools has {name!r}, and the class has no such method"
+            )
+    one = environment() if names else None
+    return {name: getattr(one, name) for name in names}

@@ -40,6 +40,9 @@ class EnvironmentReply(NamedTuple):
 class Environment(Protocol):
     """One object serves one sample. A class of environments is called without arguments.
 
+    A class with the attribute `tools`, a tuple of names of its methods, lets the model call these
+    methods, see `ed_trainers.environments.tools`. `step` then receives the other messages.
+
     After a crash, the environment is created again, and `step` is called with the recorded messages
     of the model. The replies to the recorded messages are not used, so they may differ.
     """

@@ -11,7 +11,7 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from ed_trainers.environments import Environment, EnvironmentReply
@@ -29,7 +29,8 @@ class ToolSet:
     """The tools of a run.
 
     Attributes:
-        functions: the functions by name; coroutine functions are awaited.
+        functions: the functions by name; coroutine functions are awaited. Tools of an environment
+            are methods of the object of a sample, and are not among them.
         schemas: the descriptions that the model reads, in the format of OpenAI.
         read: reads replies of the model.
         seconds: maximum duration of a call.
@@ -88,11 +89,14 @@ class ToolEnvironment:
 
     Args:
         tools: the tools.
-        environment: replies to messages without calls, and computes the rewards.
+        environment: replies to messages without calls, and computes the rewards. Its methods with
+            the names of `tools` are tools, too.
     """
 
     def __init__(self, tools: ToolSet, environment: Environment | None = None) -> None:
-        self._tools, self._environment = tools, environment
+        methods = {name: getattr(environment, name) for name in list_tool_methods(environment)}
+        self._tools = replace(tools, functions={**tools.functions, **methods})
+        self._environment = environment
 
     def reset(self, messages: Sequence[_Message], row: Mapping[str, Any]) -> None:
         """See `Environment`."""
@@ -107,6 +111,11 @@ class ToolEnvironment:
         if self._environment is None:
             return EnvironmentReply(done=True)
         return EnvironmentReply(*self._environment.step(messages))
+
+
+def list_tool_methods(environment: object) -> tuple[str, ...]:
+    """Return the names of the methods of an environment that are tools: its attribute `tools`."""
+    return tuple(getattr(environment, "tools", ()))
 
 
 def count_calls(completions: Sequence[object]) -> dict[str, float]:
