@@ -42,6 +42,8 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
     r"[./]out_proj$": ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"),
     # transformers multiplies by the weight of this layer and ignores PEFT's wrapper.
     r"[./]dt_proj$": ("falcon_mamba", "jamba", "mamba"),
+    # The gate of the attention is named `gate_proj`, which PEFT treats as a part of experts.
+    r"self_attn[./]g_proj$": ("afmoe",),
     # transformers creates matrices for these experts, so PEFT's are larger than a checkpoint's.
     r"[./]experts[./].*": ("longcat_flash: experts that do nothing",),
 }
@@ -57,7 +59,12 @@ class Small(Subject):
 
         torch.manual_seed(0)
         config = transformers.AutoConfig.for_model(self.model_type, **self.fields)
-        return transformers.AutoModelForCausalLM.from_config(config).float().eval()
+        model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+        for name, value in model.named_parameters():
+            if name.endswith("router.gate.weight") and not value.any():
+                # Experts of a router of zeros tie, and torch and JAX choose different ones (AFMoE).
+                torch.nn.init.normal_(value, std=0.02)
+        return model
 
 
 def rows(*, torch: bool) -> list[Any]:
