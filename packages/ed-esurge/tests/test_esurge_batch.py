@@ -9,7 +9,7 @@ from ed_esurge.core.pages import FREED
 from ed_esurge.core.plan import NewSequence, PlanRow, StepPlan
 from ed_esurge.runner.batch import BatchBuilder
 from ed_esurge.runner.buckets import Buckets, StepShape
-from ed_esurge.runner.sampler import SamplerRows
+from ed_esurge.runner.sampler_rows import SamplerRows
 from ed_esurge.runner.slots import SlotTables
 from ed_esurge.sampling import SamplingParams
 from hypothesis import given

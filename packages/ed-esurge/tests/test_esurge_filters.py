@@ -12,7 +12,8 @@ from ed_esurge import eSurge
 from ed_esurge.repetition import RepetitionPenalty, Repetitions
 from ed_esurge.runner.filters import FilterRows, get_allowed_bits, kept_tokens
 from ed_esurge.runner.row_numbers import FLOAT_FIELDS, OF_FILTERS, OF_SAMPLING
-from ed_esurge.runner.sampler import SamplerState, sample
+from ed_esurge.runner.sampler import sample
+from ed_esurge.runner.sampler_rows import SamplerState
 from ed_esurge.sampling import SamplingParams
 from ed_esurge.thinking import LimitedThoughts, ThinkingBudget
 

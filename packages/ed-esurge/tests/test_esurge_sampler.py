@@ -9,9 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_esurge.runner.sampler import (
-    SampledTokens,
-    SamplerRows,
-    SamplerState,
     adjust,
     cutoff_of_best,
     kept_of_all,
@@ -19,6 +16,7 @@ from ed_esurge.runner.sampler import (
     sample_plain,
     sample_with_mask,
 )
+from ed_esurge.runner.sampler_rows import SampledTokens, SamplerRows, SamplerState
 
 VOCAB = 300  # more than the sampler's candidates
 

@@ -102,7 +102,7 @@ COUNTERPARTS: dict[str, str] = {
     # Engine.
     "EngineRequest": f"{_STATUS}:Request",
     "EngineRequestStatus": f"{_STATUS}:Status",
-    "JitableSamplingParams": "ed_esurge.runner.sampler:SamplerRows",
+    "JitableSamplingParams": "ed_esurge.runner.sampler_rows:SamplerRows",
     "eSurgeRunner": "ed_esurge.runner.model_runner:ModelRunner",
     "eSurgeApiServer": "ed_esurge.server.launch",
     "eSurgeLMEvalAdapter": "ed_esurge.lm_eval:eSurgeLM",

@@ -22,7 +22,7 @@ from ed_esurge.engine.setup import Setup
 from ed_esurge.runner.buckets import StepShape
 from ed_esurge.runner.memory import Memory
 from ed_esurge.runner.model_runner import ModelRunner
-from ed_esurge.runner.sampler import SamplerState
+from ed_esurge.runner.sampler_rows import SamplerState
 from ed_esurge.runner.uncompiled import ProgramKey
 
 Tree = TypeVar("Tree")

@@ -17,15 +17,8 @@ from ed_models.generation.sampling import in_nucleus, is_typical
 from jaxtyping import Array, Bool, Float, Int
 
 from ed_esurge.runner.row_numbers import OF_FILTERS, OF_SAMPLING, split_columns
-from ed_esurge.runner.sampler import (
-    SamplerRows,
-    SamplerState,
-    adjust,
-    among_best,
-    permit,
-    scaled_logits,
-    token_noise,
-)
+from ed_esurge.runner.sampler import adjust, among_best, permit, scaled_logits, token_noise
+from ed_esurge.runner.sampler_rows import SamplerRows, SamplerState
 
 #: Number of rows of the program of the filters. A step calls the program once per group of rows.
 FILTER_ROWS = 8

@@ -26,7 +26,7 @@ from ed_esurge.runner import filters
 from ed_esurge.runner.background import COMPILERS, BackgroundCompilation
 from ed_esurge.runner.buckets import StepShape
 from ed_esurge.runner.host_pages import PAGES_AT_ONCE
-from ed_esurge.runner.sampler import SamplerState
+from ed_esurge.runner.sampler_rows import SamplerState
 from ed_esurge.runner.uncompiled import (
     COPY,
     FILTER,

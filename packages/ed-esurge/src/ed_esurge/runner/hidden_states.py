@@ -11,7 +11,8 @@ from ed_layers.losses import logits_and_logz
 from ed_layers.projections.head import Head
 from jaxtyping import Array, Float, Int
 
-from ed_esurge.runner.sampler import SampledTokens, compute_logprobs
+from ed_esurge.runner.sampler import compute_logprobs
+from ed_esurge.runner.sampler_rows import SampledTokens
 
 # Number of tokens per block of logits: 128 x 128k in float32 are 64 MiB.
 _CHUNK = 128

@@ -11,7 +11,7 @@ from ed_layers.cache import Cache, HybridCache, PagedCache, RecurrentCache
 from ed_layers.cache.storage import zeros
 from ed_models.protocol import LanguageModel
 
-from ed_esurge.runner.sampler import SamplerState
+from ed_esurge.runner.sampler_rows import SamplerState
 
 Tree = TypeVar("Tree")
 

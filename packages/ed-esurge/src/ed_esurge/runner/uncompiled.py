@@ -31,13 +31,8 @@ from ed_esurge.runner.hidden_states import pool_states, score_states
 from ed_esurge.runner.host_pages import PAGES_AT_ONCE, copy_pages, groups
 from ed_esurge.runner.memory import Memory, copy_states
 from ed_esurge.runner.row_numbers import OF_FILTERS, OF_SAMPLING, OF_STEP
-from ed_esurge.runner.sampler import (
-    SamplerRows,
-    SamplerState,
-    read_last,
-    sample_plain,
-    sample_with_mask,
-)
+from ed_esurge.runner.sampler import read_last, sample_plain, sample_with_mask
+from ed_esurge.runner.sampler_rows import SamplerRows, SamplerState
 from ed_esurge.runner.several_steps import several_steps
 from ed_esurge.runner.weights import ServedWeights, abstract, with_adapter
 

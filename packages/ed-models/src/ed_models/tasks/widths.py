@@ -46,7 +46,7 @@ DEPTH = "num_hidden_layers"
 #: Norms of the outputs of attention and feed-forward, which undo a factor on the outputs.
 _OUTPUT_NORMS = ("post_feedforward_layernorm", "post_mlp_layernorm")
 
-ModelT = TypeVar("ModelT", bound=EasyDeLBaseModule)
+_ModelT = TypeVar("_ModelT", bound=EasyDeLBaseModule)
 
 
 class WidthFactors(NamedTuple):
@@ -107,7 +107,7 @@ def compute_width_factors(
     return {name: one.fold(multipliers.get(name, 1.0)) for name, one in factors.items()}
 
 
-def scale_parameters(model: ModelT, factors: Mapping[str, WidthFactors]) -> ModelT:
+def scale_parameters(model: _ModelT, factors: Mapping[str, WidthFactors]) -> _ModelT:
     """Multiply the initial values of a new model by their factors, in place; return the model."""
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         scale = factors[canonical(path)[0]].scale
