@@ -25,6 +25,7 @@ from ed_infra.distributed import on_host
 from ed_infra.errors import ConfigError
 from ed_infra.specs import LoraSpec
 from ed_layers.lora.layers import AdaptedLayer, LoRALinear
+from jax.core import Tracer
 from jaxtyping import Float
 
 #: Random vectors of `pissa_niter_N`; the product A0 B0 hardly depends on them.
@@ -53,7 +54,7 @@ def decompose_weights(layers: Iterable[tuple[tuple[Any, ...], AdaptedLayer]]) ->
                 f"init_lora_weights {layer.spec.init_lora_weights!r} decomposes the weights, and "
                 f"those of {name} are quantized: omit init_lora_weights, or the quantization"
             )
-        if isinstance(kernel, jax.core.Tracer):
+        if isinstance(kernel, Tracer):
             continue
         pairs = [
             decompose_matrix(on_host(matrix).astype(np.float64), layer.spec)
