@@ -20,7 +20,7 @@ from ed_trainers.arguments import METHODS
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 #: Examples with separate tests: see test_main_job.py.
-ELSEWHERE = {"quickstart", "pretrain", "serve"}
+ELSEWHERE = {"quickstart", "pretrain", "serve", "draft_smollm2"}
 #: Name -> a metric of the last evaluation, and its bounds.
 LEARNED = {
     "sft": ("eval_loss", 0, 1.4),
@@ -62,6 +62,7 @@ LEARNED = {
     "sparse_distillation": ("eval_loss", 0, 0.05),
     "iw_opd": ("eval_kl", -0.1, 0.3),
     "sdft": ("eval_loss", 0, 0.5),
+    "draft": ("eval_acceptance_length", 2.5, 4),
     "xpo": ("eval_reward", 0.9, 1),
     "nash_md": ("eval_reward", 3.5, 4),
     "chat_lora": ("eval_loss", 0, 3.0),
@@ -79,6 +80,7 @@ TEACHES = (
     "sparse_distillation",
     "iw_opd",
     "sdft",
+    "draft",
     "chat_lora",
 )
 

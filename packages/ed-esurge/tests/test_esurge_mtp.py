@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_esurge import SamplingParams, StructuredOutputs, eSurge
+from ed_esurge.config import SpeculativeConfig
 from ed_esurge.core.plan import PlanRow, StepPlan
 from ed_esurge.core.request import Request
 from ed_esurge.runner.draft_model import DraftModel
 from ed_esurge.runner.mtp_drafts import MTPDrafts
 from ed_infra.errors import ConfigError
 from flax import nnx
+from pydantic import ValidationError
 
 pytestmark = pytest.mark.nightly
 MOST, LENGTH = 3, 40
@@ -46,9 +48,14 @@ def start(model: Any, tokenizer: Any = None, **options: Any) -> eSurge:
 
 
 class Definition:
-    """The proposals for a sequence by forward passes over the whole sequence."""
+    """The proposals for a sequence by forward passes over the whole sequence.
 
-    def __init__(self, model: Any) -> None:
+    Args:
+        model: the served model.
+        vocab_size: number of tokens that the layer may propose; None = all.
+    """
+
+    def __init__(self, model: Any, vocab_size: int | None = None) -> None:
         graphdef, self._state = nnx.split(model)
 
         def compute_hidden(state: Any, ids: jax.Array) -> Any:
@@ -58,7 +65,7 @@ class Definition:
         def apply_layer(state: Any, embeds: jax.Array, hidden: jax.Array) -> Any:
             model = nnx.merge(graphdef, state)
             output = model.mtp(inputs_embeds=embeds, hidden=hidden).last_hidden_state
-            return output, jnp.argmax(model.head()(output), axis=-1)
+            return output, jnp.argmax(model.head()(output)[..., :vocab_size], axis=-1)
 
         self._hidden, self._layer = jax.jit(compute_hidden), jax.jit(apply_layer)
 
@@ -230,6 +237,37 @@ def test_new_weights_are_also_those_of_the_layer(max_loras: int, make_llama, tok
     engine.sleep(level=1)
     engine.wake_up()
     assert check_proposals(engine, Definition(new), PROMPTS) > 15
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_short_head_proposes_the_best_of_the_first_tokens(
+    is_tied: bool, make_llama, tokenizer
+) -> None:
+    """Also with new weights; the answers are those of plain decoding."""
+    old, new = (make_llama(mtp_head="new", tie_word_embeddings=is_tied, seed=s) for s in (0, 5))
+    config = {
+        "method": "mtp",
+        "num_speculative_tokens": MOST,
+        "adaptive_length": False,
+        "draft_vocab_size": 100,
+    }
+    engine = start(old, tokenizer, speculative_config=config)
+    assert check_proposals(engine, Definition(old, 100), PROMPTS) > 15
+    engine.update_model_weights(new)
+    assert check_proposals(engine, Definition(new, 100), PROMPTS) > 15
+    drafted = engine.generate(PROMPTS, GREEDY)
+    engine.loop.scheduler.proposer = None
+    engine.reset_prefix_cache()
+    plain = engine.generate(PROMPTS, GREEDY)
+    assert [x.outputs[0].token_ids for x in drafted] == [x.outputs[0].token_ids for x in plain]
+
+
+def test_unusable_size_of_the_draft_vocabulary_raises_error(model) -> None:
+    config = {"method": "mtp", "draft_vocab_size": 1000}
+    with pytest.raises(ConfigError, match="exceeds the vocabulary of 260 tokens"):
+        start(model, speculative_config=config)
+    with pytest.raises(ValidationError, match="no effect with method ngram"):
+        SpeculativeConfig(method="ngram", draft_vocab_size=100)
 
 
 def test_model_without_layer_raises_error(make_llama) -> None:

@@ -2,6 +2,7 @@
 
 from tests.parity.method_cases import (
     answers,
+    drafts,
     encoder_decoders,
     encoders,
     groups,
@@ -32,4 +33,5 @@ CASES: dict[str, Case] = {
     **groups.CASES,
     **self_distillation.CASES,
     **policies.CASES,
+    **drafts.CASES,
 }

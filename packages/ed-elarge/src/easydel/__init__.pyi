@@ -191,6 +191,9 @@ from ed_models.families.dots1 import Dots1Config as Dots1Config
 from ed_models.families.dots1 import Dots1DecoderLayer as Dots1DecoderLayer
 from ed_models.families.dots1 import Dots1ForCausalLM as Dots1ForCausalLM
 from ed_models.families.dots1 import Dots1Model as Dots1Model
+from ed_trainers.options.distillation import DraftArguments as DraftArguments
+from ed_trainers.options.distillation import DraftArguments as _DraftConfig
+from ed_trainers.methods.draft import DraftTrainer as DraftTrainer
 from ed_models import EasyBridgeMixin as EasyBridgeMixin
 from ed_infra import EasyDeLBackends as EasyDeLBackends
 from ed_infra import EasyDeLBaseConfig as EasyDeLBaseConfig
@@ -1116,6 +1119,7 @@ DistilBertForTokenClassification = _ForTokenClassification
 DistillationConfig = _DistillationConfig
 Dots1ForEmbedding = _ForEmbedding
 Dots1ForSequenceClassification = _ForSequenceClassification
+DraftConfig = _DraftConfig
 EasyDeLRuntimeError = _EasyDeLRuntimeError
 EasyDeLSyntaxRuntimeError = _EasyDeLSyntaxRuntimeError
 EasyDeLTimerError = _EasyDeLTimerError

@@ -177,6 +177,10 @@ class SpeculativeConfig(Options):
     """Directory or hub id of the draft model. Alternatively, pass `draft_model` to `eSurge`."""
     num_speculative_tokens: Annotated[int, Field(gt=0, le=64)] = 4
     """Maximum number of proposed tokens for a sequence in one step."""
+    draft_vocab_size: Annotated[int, Field(ge=1)] | None = None
+    """`mtp`: number of tokens, from token 0, that the layer may propose; None = all. The head is
+    most of the work of a small model's draft. Tokenizers of byte pairs number the frequent tokens
+    first."""
     adaptive_length: bool = True
     """Whether the number of proposed tokens follows the acceptance of each request. A request whose
     proposals are rarely accepted has none for 16 to 256 tokens, and then a trial."""
@@ -201,6 +205,11 @@ class SpeculativeConfig(Options):
             raise ValueError(
                 f"model {self.model!r} proposes nothing with method {self.method}: set method to "
                 "draft_model, or leave model out"
+            )
+        if self.draft_vocab_size is not None and self.method != "mtp":
+            raise ValueError(
+                f"draft_vocab_size has no effect with method {self.method}: omit it, or set method "
+                "to mtp"
             )
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(

@@ -26,6 +26,7 @@ from ed_infra.errors import ConfigError, did_you_mean, unknown_name
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.distillation import (
     DistillationArguments,
+    DraftArguments,
     GKDArguments,
     IWOPDArguments,
     OnPolicyDistillationArguments,
@@ -323,6 +324,7 @@ _SHIPPED: dict[str, MethodEntry] = {
         "ed_trainers.methods.gkd:SparseDistillationTrainer",
         TEACHER_ROLE,
     ),
+    "draft": _online(DraftArguments, "ed_trainers.methods.draft:DraftTrainer"),
     "iw_opd": _online(IWOPDArguments, "ed_trainers.methods.iw_opd:IWOPDTrainer", TEACHER_ROLE),
     "sdft": _online(SDFTArguments, "ed_trainers.methods.sdft:SDFTTrainer"),
     "xpo": _online(XPOArguments, "ed_trainers.methods.xpo:XPOTrainer", REFERENCE_ROLE, REWARD_ROLE),

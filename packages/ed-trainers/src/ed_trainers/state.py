@@ -342,10 +342,32 @@ def select_parameters(
     Without a loss of the MTP layer, weight decay alone would change the layer.
     """
     rules = arguments.trained_parameters
+    if arguments.trains_mtp:
+        check_mtp_layer(model)
     has_layer = hasattr(model, MTP) and not has_lora(cast(nnx.Module, model))
     if rules or arguments.trains_mtp or not has_layer:
         return rules
     return ((rf"^{MTP}\.", False), ("", True))
+
+
+def check_mtp_layer(model: LanguageModel) -> None:
+    """Check that a model has an MTP layer that can be trained.
+
+    Raises:
+        ConfigError: the model has no layer, or has adapters, which are trained alone.
+    """
+    if not hasattr(model, MTP):
+        raise ConfigError(
+            f"draft and mtp_loss_weight train the MTP layer, and this {type(model).__name__} was "
+            "loaded without it: load the model with mtp_head='stored', or with mtp_head='new' if "
+            "the checkpoint has no tensors mtp.*"
+        )
+    if has_lora(cast(nnx.Module, model)):
+        raise ConfigError(
+            "draft and mtp_loss_weight train the MTP layer, and a model with adapters trains only "
+            "these: omit the adapters, and train the layer alone with trainable_rules "
+            "[['^mtp', true]]"
+        )
 
 
 def split_model(

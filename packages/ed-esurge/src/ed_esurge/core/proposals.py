@@ -184,8 +184,8 @@ class DraftKind:
         follow: creates the proposer of a kind with a draft model from the runner of the draft
             model, the runner of the served model, the options, and the maximum number of tokens in
             a step.
-        derive: returns the draft model from the served model, with arrays of that model; None = the
-            user names the draft model.
+        derive: returns the draft model from the served model and the options, with arrays of that
+            model; None = the user names the draft model.
         reads_hidden: whether the draft model reads the hidden states of the served model.
         config_fields: fields of the configuration with which the served model is loaded.
     """

@@ -66,7 +66,7 @@ def resolve_draft(
     if speculative_config is None or kind is None or not has_draft:
         return None
     if kind.derive is not None:
-        return cast(LanguageModel, kind.derive(model))
+        return cast(LanguageModel, kind.derive(model, speculative_config))
     if draft is None:
         if speculative_config.model is None:
             raise ConfigError(

@@ -53,7 +53,8 @@ class MTPDrafts(DraftModel):
         super().__init__(runner, config, token_budget)
         self._served = served
         served.keeps_hidden = runner.keeps_hidden = True
-        served.weights.add_follower(runner.weights, select_draft_state)
+        select = partial(select_draft_state, vocab_size=config.draft_vocab_size)
+        served.weights.add_follower(runner.weights, select)
         self._first = dict[str, int]()  # flat index of the first token of each row
 
     def observe(self, plan: StepPlan, requests: Mapping[str, Request]) -> None:
@@ -130,7 +131,7 @@ def fill_table(hidden: jax.Array, rows: int) -> jax.Array:
 MTP_KIND = DraftKind(
     None,
     MTPDrafts,
-    derive=as_draft,
+    derive=lambda model, config: as_draft(model, config.draft_vocab_size),
     reads_hidden=True,
     config_fields={"mtp_head": "stored"},
 )

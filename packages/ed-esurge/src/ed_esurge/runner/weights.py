@@ -188,7 +188,9 @@ class ServedWeights:
         own_leaves = [place(*pair) for pair in zip(likes, leaves, strict=True)]
         treedef = self._treedef if self._given is None else self._given.treedef
         for follower, select in self._followers:
-            follower.replace(select(jax.tree.unflatten(treedef, own_leaves)), copy=False)
+            # Leaves: variables of the two models may differ in their metadata.
+            selected = jax.tree.leaves(select(jax.tree.unflatten(treedef, own_leaves)))
+            follower.replace(selected, copy=False)
         self._own = own_leaves if self._given is None else self._given.pack_leaves(own_leaves)
         self._asleep = None
         self._finite = None

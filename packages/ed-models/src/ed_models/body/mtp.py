@@ -21,6 +21,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, cast
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from ed_infra.config import EasyDeLBaseConfig
@@ -31,6 +32,9 @@ from ed_infra.outputs import BaseModelOutput
 from ed_layers import native
 from ed_layers.context import Ctx
 from ed_layers.parts import Parts
+from ed_layers.projections.dot import Transposed
+from ed_layers.projections.head import Head
+from ed_layers.projections.linear import Linear
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -40,6 +44,8 @@ from ed_models.protocol import LanguageModel
 logger = get_logger(__name__)
 #: Name of the layer in a model and in its checkpoints.
 MTP = "mtp"
+#: Logit of a token that a head does not compute. Infinity would mark a damaged step.
+LOGIT_OF_OTHERS = -1e30
 _FULL = "full_attention"
 #: Fields of a configuration that make a single layer one with experts.
 _WITH_EXPERTS = {"mlp_only_layers": [], "first_k_dense_replace": 0, "decoder_sparse_step": 1}
@@ -175,16 +181,18 @@ def create_tensors(
     return {name: weights.save(name, read) for name in names}
 
 
-def as_draft(model: LanguageModel) -> LanguageModel:
+def as_draft(model: LanguageModel, vocab_size: int | None = None) -> LanguageModel:
     """Return a language model that predicts tokens with the MTP layer of a model.
 
     A call reads tokens, and their hidden states as `features`. The arrays are those of `model`.
 
     Args:
         model: a causal language model.
+        vocab_size: number of tokens, from token 0, that the result predicts; None = all. All
+            others have the smallest logit. These rows of the head are a copy.
 
     Raises:
-        ConfigError: the model has no MTP layer.
+        ConfigError: the model has no MTP layer, or its head is quantized.
     """
     layer = getattr(model, MTP, None)
     if layer is None:
@@ -199,15 +207,83 @@ def as_draft(model: LanguageModel) -> LanguageModel:
     draft = cast(Any, nnx.merge(*nnx.split(cast(nnx.Module, model))))
     del draft.mtp
     draft.model = body
+    if vocab_size is None:
+        return draft
+    head = shorten_head(model.head(), vocab_size)
+    weight = cast(jax.Array, head.weight)
+    draft.lm_head = Linear(
+        *weight.shape,
+        axes=("embed", "vocab"),
+        use_bias=head.bias is not None,
+        dtype=layer.fc.dtype,
+        param_dtype=weight.dtype,
+        precision=layer.fc.precision,
+        kernel_init=cast(Any, lambda *_: weight),
+        rngs=nnx.Rngs(0),
+    )
+    if head.bias is not None:
+        draft.lm_head.bias[...] = head.bias
+    draft.config = draft.config.replace(tie_word_embeddings=False)
+    draft.__class__ = derive_short_class(type(draft))
     return draft
 
 
-def select_draft_state(state: nnx.State) -> nnx.State:
+class ShortHead:
+    """A language model whose head computes the logits of the first tokens of the vocabulary."""
+
+    config: EasyDeLBaseConfig
+
+    def logits(self, hidden: Float[Array, "*rows d"]) -> Float[Array, "*rows v"]:
+        """Return the logits; those of the other tokens are `LOGIT_OF_OTHERS`."""
+        scores = cast(Any, super()).logits(hidden)
+        others = self.config.get_text_config().vocab_size - scores.shape[-1]
+        widths = [(0, 0)] * (scores.ndim - 1) + [(0, others)]
+        return jnp.pad(scores, widths, constant_values=LOGIT_OF_OTHERS)
+
+
+@cache
+def derive_short_class(family: type[Any]) -> type[Any]:
+    """Return the class of a language model of a family with a head of the first tokens."""
+    content = {"__doc__": ShortHead.__doc__, "__module__": family.__module__}
+    return cast(Any, type(family))(f"Short{family.__name__}", (ShortHead, family), content)
+
+
+def shorten_head(head: Head, vocab_size: int) -> Head:
+    """Return a head with the logits of the first tokens only.
+
+    Raises:
+        ConfigError: the vocabulary is smaller, or the matrix is quantized.
+    """
+    if vocab_size > head.vocab_size:
+        raise ConfigError(
+            f"draft_vocab_size {vocab_size} exceeds the vocabulary of {head.vocab_size} tokens: "
+            "lower it, or omit it"
+        )
+    weight, bias = head.weight, head.bias
+    if isinstance(weight, Transposed):
+        weight = weight.rows[:vocab_size].T
+    elif isinstance(weight, jax.Array):
+        weight = weight[:, :vocab_size]
+    else:
+        raise ConfigError(
+            f"draft_vocab_size selects rows of the head, which is a {type(weight).__name__}: omit "
+            "it, or do not quantize the head"
+        )
+    return replace(head, weight=weight, bias=None if bias is None else bias[:vocab_size])
+
+
+def select_draft_state(state: nnx.State, vocab_size: int | None = None) -> nnx.State:
     """Return the state of the model of `as_draft` from the state of its language model."""
-    leaves: list[tuple[tuple[Any, ...], Any]] = []
+    leaves: dict[tuple[Any, ...], Any] = {}
     for path, value in nnx.to_flat_state(state):
         if path[0] == MTP:
-            leaves.append((("model", *path[1:]), value))
+            leaves["model", *path[1:]] = value
         elif path[0] != "model" or path[1] == "embed_tokens":
-            leaves.append((path, value))
-    return nnx.from_flat_state(leaves)
+            leaves[path] = value
+    if vocab_size is not None:
+        head = {path: value for path, value in leaves.items() if path[0] == "lm_head"}
+        if not head:
+            table = leaves["model", "embed_tokens", "embedding"]
+            head = {("lm_head", "kernel"): table.replace(table[...].T)}
+        leaves |= {path: value.replace(value[..., :vocab_size]) for path, value in head.items()}
+    return nnx.from_flat_state([*leaves.items()])

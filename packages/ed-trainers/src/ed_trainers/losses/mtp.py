@@ -1,4 +1,4 @@
-"""The loss of the MTP layer: the cross-entropy of the token after the next one.
+"""Predictions of the MTP layer, and its loss: the cross-entropy of the token after the next one.
 
 Position i reads the hidden state of token i and the token i + 1, and predicts the label of token
 i + 2 (`ed_models.body.mtp`). A position counts if the label counts and the three tokens are in one
@@ -11,40 +11,18 @@ Legend: b rows, s positions, d hidden.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-from ed_infra.errors import ConfigError
-from ed_models.adapters.lora import has_lora
-from ed_models.body.mtp import MTP
+from ed_infra.outputs import BaseModelOutput
 from ed_models.protocol import LanguageModel
-from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from ed_trainers.contract import Batch
 
 #: Name of the term of the loss.
 MTP_LOSS = "mtp_loss"
-
-
-def check_mtp_layer(learner: LanguageModel) -> None:
-    """Check that a model has an MTP layer that can be trained.
-
-    Raises:
-        ConfigError: the model has no layer, or has adapters, which are trained alone.
-    """
-    if not hasattr(learner, MTP):
-        raise ConfigError(
-            f"mtp_loss_weight trains the MTP layer, and this {type(learner).__name__} was loaded "
-            "without it: load the model with mtp_head='stored', or with mtp_head='new' if the "
-            "checkpoint has no tensors mtp.*"
-        )
-    if has_lora(cast(nnx.Module, learner)):
-        raise ConfigError(
-            "mtp_loss_weight trains the MTP layer, and a model with adapters trains only these: "
-            "omit the adapters, and train the layer alone with trainable_rules [['^mtp', true]]"
-        )
 
 
 def predict_further_tokens(
@@ -70,6 +48,51 @@ def predict_further_tokens(
     )
     weights = shift_left(batch["weights"]) * (segments == shift_left(segments))
     return output.last_hidden_state, shift_left(batch["targets"]), weights
+
+
+class Depth(NamedTuple):
+    """The predictions of one depth.
+
+    Attributes:
+        output: the output of the layer; its state [b, s, d] at position i predicts token i + 2.
+        weights: weights of these tokens [b, s].
+    """
+
+    output: BaseModelOutput
+    weights: jax.Array
+
+    @property
+    def hidden(self) -> Float[Array, "b s d"]:
+        """The states of the layer."""
+        assert self.output.last_hidden_state is not None
+        return self.output.last_hidden_state
+
+
+def predict_depths(
+    learner: LanguageModel, batch: Batch, hidden: Float[Array, "b s d"], depths: int
+) -> list[Depth]:
+    """Return the predictions of each depth.
+
+    Args:
+        learner: a model with an MTP layer.
+        batch: `input_ids`, `segment_ids`, `position_ids` and `weights` [b, s] of rows.
+        hidden: last hidden states of the model.
+        depths: k.
+    """
+    model, segments = cast(Any, learner), batch["segment_ids"]
+    embeds = jax.lax.stop_gradient(model.model.embed(shift_left(batch["input_ids"]), None))
+    weights = shift_left(batch["weights"]) * (segments == shift_left(segments))
+    predictions: list[Depth] = []
+    for depth in range(depths):
+        output = model.mtp(
+            inputs_embeds=embeds,
+            hidden=hidden,
+            segment_ids=segments,
+            position_ids=batch["position_ids"],
+        )
+        predictions.append(Depth(output, weights * (batch["position_ids"] >= depth)))
+        hidden = jnp.pad(predictions[-1].hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
+    return predictions
 
 
 def shift_left(values: Array) -> jax.Array:

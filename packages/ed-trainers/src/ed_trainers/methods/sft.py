@@ -19,7 +19,7 @@ from ed_models.protocol import LanguageModel
 from ed_trainers.arguments import METHODS, SFTArguments
 from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
-from ed_trainers.losses.mtp import MTP_LOSS, check_mtp_layer, predict_further_tokens
+from ed_trainers.losses.mtp import MTP_LOSS, predict_further_tokens
 from ed_trainers.losses.next_token import next_token_batch, reads_sound, speech_batch
 from ed_trainers.losses.scoring import forward, target_logps
 from ed_trainers.losses.token_loss import token_cross_entropy
@@ -37,8 +37,6 @@ class SFTRun(MethodRun[SFTArguments]):
     def create_parts(self, models: dict[str, LanguageModel]) -> None:
         """See `MethodRun`."""
         self.transcripts = Transcripts(self)
-        if self.arguments.mtp_loss_weight:
-            check_mtp_layer(self.learner)
 
 
 def prepare(run: MethodRun, batch: HostBatch) -> Prepared:

@@ -11,7 +11,13 @@ from typing import Annotated, ClassVar, Literal, Self
 from ed_infra.options import Count, Fraction, NotNegative, Options, Positive, Whole
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from ed_trainers.options.base import NoiseArguments, StrictFlag, TrainingArguments, conflict
+from ed_trainers.options.base import (
+    Decisions,
+    NoiseArguments,
+    StrictFlag,
+    TrainingArguments,
+    conflict,
+)
 from ed_trainers.options.online import (
     OnlineArguments,
     SamplingTemperature,
@@ -170,6 +176,44 @@ class SparseDistillationArguments(OnPolicyArguments, GKDArguments):
     def support(self) -> Support | None:
         """See `GKDArguments`."""
         return Support(self.loss_top_k, self.loss_add_tail)
+
+
+class DraftArguments(OnlineArguments):
+    """Training of the MTP layer alone, which drafts tokens for the frozen model (DeepSeek-AI,
+    arXiv:2412.19437), on the model's answers. Its answers do not change."""
+
+    trainer_type: Literal["draft"] = "draft"
+    learning_rate: Positive = 1e-3
+    num_speculative_tokens: Annotated[int, Field(gt=0, le=16)] = 3
+    """Number of tokens that the layer predicts one after the other: the depths of the loss, and the
+    drafted tokens of a step in the evaluation."""
+    depth_decay: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """Factor of the weight of each further depth in the loss."""
+    alpha: Fraction = 1.0
+    """Weight of the divergence of the model's distribution from the layer's; the rest is the weight
+    of the cross-entropy of the model's tokens."""
+    draft_vocab_size: Count | None = None
+    """Number of tokens, from token 0, that the layer predicts; None: all. Give the engine the same
+    number."""
+
+    @property
+    def trains_mtp(self) -> bool:
+        """See `TrainingArguments`."""
+        return True
+
+    @property
+    def trained_parameters(self) -> Decisions:
+        """See `TrainingArguments`."""
+        return (("^mtp", True),)
+
+    @model_validator(mode="after")
+    def _trains_the_layer(self) -> Self:
+        for name in ("trainable_rules", "frozen_parameters"):
+            if getattr(self, name):
+                raise conflict(
+                    f"draft trains the MTP layer, all of it and nothing else: omit {name}"
+                )
+        return self
 
 
 class IWOPDArguments(OnlineArguments):

@@ -1,0 +1,289 @@
+"""Training of the MTP layer that drafts the tokens of a frozen model (`ed_models.body.mtp`).
+
+The model answers prompts, and the layer learns its distributions (DeepSeek-AI, arXiv:2412.19437,
+equations 21 to 25; Zhang et al., arXiv:2408.15766, for the depths). At depth 1, position i reads
+the hidden state of the model at i and the token i + 1. At depth j, position i reads the layer's own
+state of depth j - 1 at i - 1, as the engine does with the tokens of a draft. Every depth predicts
+token i + 2. The loss of a depth is the divergence KL(model || layer), the cross-entropy of the
+model's token, or a mean of both. The weights of the model, its embedding and its head do not
+change.
+
+An evaluation also measures the acceptance length: tokens of the greedy answers to held-out prompts
+per step of the model, with `num_speculative_tokens` drafts. It follows the steps of each answer. At
+depth j, attention reads the states of depth j - 1 at all earlier positions. An engine stores those
+of depth 1 for the tokens before a draft, so its length can differ slightly.
+
+Legend: n completions, b rows, s positions, d hidden, k depths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ed_infra.outputs import Metric
+from ed_layers.losses import split_chunks
+from ed_layers.projections.head import Head
+from ed_models.body.mtp import MTP, shorten_head
+from ed_models.protocol import LanguageModel
+from jaxtyping import Array, Float, Int
+
+from ed_trainers.arguments import METHODS
+from ed_trainers.batches import HostBatch
+from ed_trainers.contract import Batch, Loss, Models, Prepared
+from ed_trainers.losses.divergence import token_divergences
+from ed_trainers.losses.mtp import predict_depths, shift_left
+from ed_trainers.losses.scoring import forward
+from ed_trainers.methods.gkd import separate_conversations
+from ed_trainers.online.completions import Completions
+from ed_trainers.online.phase import HELD_OUT, OnlineRun, PhaseRows, online_method
+from ed_trainers.options.distillation import DraftArguments
+from ed_trainers.placement import TOKENS
+from ed_trainers.rollout import Rollout, Sampled, Weights
+from ed_trainers.state import EasyDeLState
+from ed_trainers.trainer import Trainer
+
+#: Temperature below which the engine takes the most probable token.
+_GREEDY = 1e-5
+#: Tokens whose logits exist at the same time in an evaluation.
+_CHUNK = 256
+#: The number of positions of a row with a loss is a multiple, so that devices can share them.
+_BLOCK = 64
+
+
+class GreedyRollout:
+    """A rollout that takes the most probable tokens.
+
+    Args:
+        rollout: the rollout that completes the prompts.
+    """
+
+    def __init__(self, rollout: Rollout):
+        self._rollout = rollout
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Mapping[str, Any],
+        weights: Weights,
+        *,
+        seeds: Sequence[int] | None = None,
+        images: Mapping[str, np.ndarray] | None = None,
+    ) -> list[Sampled]:
+        """Complete each prompt; see `Rollout`."""
+        greedy_params = {**params, "temperature": _GREEDY}
+        more = {} if images is None else {"images": images}
+        return self._rollout.generate(prompts, greedy_params, weights, seeds=seeds, **more)
+
+
+class DraftRun(OnlineRun[DraftArguments]):
+    """A run of `draft`.
+
+    Attributes:
+        answers: the rows of held-out prompts by their tokens. The model is frozen, so its greedy
+            answers stay the same.
+    """
+
+    answers: dict[tuple[tuple[int, ...], ...], list[Prepared]]
+
+    def create_parts(self, models: dict[str, LanguageModel]) -> None:
+        """See `MethodRun`."""
+        self.answers = {}
+        super().create_parts(models)
+
+
+def get_draft_head(run: DraftRun, learner: LanguageModel) -> Head:
+    """Return the head of the drafted tokens, without gradient."""
+    head, size = learner.head(), run.arguments.draft_vocab_size
+    return jax.lax.stop_gradient(head if size is None else shorten_head(head, size))
+
+
+def rows(run: DraftRun, completions: Completions, weights: Weights, number: int) -> PhaseRows:
+    """Return the rows of the completions, with `states` [n, s, d], the last hidden states of the
+    model. They are computed once, also if the rows are used several times."""
+    del number
+    row_arrays = dict(completions.rows(run.arguments.row_length))
+    return row_arrays | run.phase.ask(compute_states, row_arrays, weights), {}
+
+
+def compute_states(run: DraftRun, models: Models, batch: Batch) -> dict[str, jax.Array]:
+    """Return `states` [n, s, d]."""
+    states = forward(models.learner, batch, None).last_hidden_state
+    assert states is not None
+    return {"states": states}
+
+
+def answer_prompts(run: DraftRun, batch: HostBatch, weights: Weights, number: int) -> Completions:
+    """Return sampled answers, and greedy answers to held-out prompts. The last answer of a
+    conversation is omitted."""
+    rollout = run.rollout
+    if number == HELD_OUT and rollout is not None:
+        rollout = GreedyRollout(rollout)
+    batch = separate_conversations(batch)
+    return run.phase.sample(batch, weights, number=number, rollout=rollout)
+
+
+def loss(run: DraftRun, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
+    """Return the weighted sum of the losses of all depths.
+
+    `divergence_<j>` is the mean KL(model || layer) of depth j in nats.
+    """
+    options, learner = run.arguments, models.learner
+    states, head = batch["states"], get_draft_head(run, learner)
+    places = find_answers(batch["weights"], options.max_completion_length)
+    # The model's distribution of token i + 2 follows from its state at i + 1.
+    teacher = take_positions(jnp.pad(states[:, 1:], ((0, 0), (0, 1), (0, 0))), places)
+    targets = take_positions(shift_left(batch["targets"]), places)
+    total, count = jnp.zeros(()), jnp.zeros(())
+    metrics: dict[str, Metric] = {}
+    predictions = predict_depths(learner, batch, states, options.num_speculative_tokens)
+    for depth, prediction in enumerate(predictions):
+        weights = take_positions(prediction.weights, places)
+        divergence, logps = token_divergences(
+            (take_positions(prediction.hidden, places), head),
+            (teacher, head),
+            jnp.minimum(targets, head.vocab_size - 1),
+            sharding=run.placement.sharding(targets.shape),
+            beta=0.0,
+            temperature=1.0,
+            chunk=options.lmhead_chunksize,
+        )
+        # A token outside of the drafted vocabulary has no cross-entropy.
+        nll = jnp.where(targets < head.vocab_size, -logps, 0.0)
+        factor = options.depth_decay**depth
+        mixed = options.alpha * divergence + (1 - options.alpha) * nll
+        total += factor * jnp.sum(weights * mixed)
+        count += factor * jnp.sum(weights)
+        metrics[f"divergence_{depth + 1}"] = Metric.of(
+            jnp.sum(weights * divergence), jnp.sum(weights)
+        )
+    output = predictions[0].output
+    updates = {f"{MTP}/{path}": value for path, value in output.updates.items()}
+    return Loss.of(output, total, count, **metrics)._replace(updates=updates)
+
+
+def find_answers(weights: Float[Array, "b s"], length: int) -> Int[Array, "b n"]:
+    """Return the positions at which the layer predicts tokens of the answers, and further ones up
+    to a multiple of `_BLOCK`: the head is most of the work, and prompts have no loss.
+
+    Args:
+        weights: 1 at each position whose next token belongs to the answer.
+        length: maximum number of tokens of an answer.
+    """
+    count = min(-(-length // _BLOCK) * _BLOCK, weights.shape[1])
+    return jnp.argsort(shift_left(weights) == 0, axis=1, stable=True)[:, :count]
+
+
+def take_positions(values: Array, places: Int[Array, "b n"]) -> jax.Array:
+    """Return values [b, s, ...] at positions of each row."""
+    return jnp.take_along_axis(values, places[:, :, None] if values.ndim == 3 else places, axis=1)
+
+
+def count_accepted(run: DraftRun, models: Models, batch: Batch) -> dict[str, jax.Array]:
+    """Return `accepted` int32 [n, s]: how many drafts after token i + 1 equal the answer, one after
+    the other, if the model has computed token i."""
+    learner, states = models.learner, batch["states"]
+    head, targets = get_draft_head(run, learner), shift_left(batch["targets"])
+    leading = jnp.ones(targets.shape, bool)
+    accepted = jnp.zeros(targets.shape, jnp.int32)
+    depths = run.arguments.num_speculative_tokens
+    for depth, prediction in enumerate(predict_depths(learner, batch, states, depths)):
+        is_equal = (find_best(prediction.hidden, head) == targets) & (prediction.weights > 0)
+        # This depth of the draft after token i + 1 is at position i + depth.
+        leading &= jnp.pad(is_equal[:, depth:], ((0, 0), (0, depth)))
+        accepted += leading
+    return {"accepted": accepted}
+
+
+def find_best(hidden: Float[Array, "b s d"], head: Head) -> Int[Array, "b s"]:
+    """Return the most probable token of each position."""
+
+    def find(carry: None, chunk: jax.Array) -> tuple[None, jax.Array]:
+        return carry, jnp.argmax(head(chunk), axis=-1)
+
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    _, tokens = jax.lax.scan(find, None, split_chunks(flat, _CHUNK))
+    return tokens.reshape(-1)[: len(flat)].reshape(hidden.shape[:2])
+
+
+def read_held_out(
+    run: DraftRun, batches: Iterable[HostBatch], state: EasyDeLState
+) -> Iterator[Prepared]:
+    """Yield the rows of held-out prompts, which are answered once."""
+    for batch in batches:
+        prompts = tuple(tuple(ids) for ids in getattr(batch, "input_ids", ()))
+        if prompts not in run.answers:
+            run.answers[prompts] = list(run.phase.held_out([batch], state))
+        yield from run.answers[prompts]
+
+
+def count_steps(
+    accepted: Int[np.ndarray, " s"], weights: Float[np.ndarray, " s"]
+) -> tuple[int, int]:
+    """Return the number of tokens of an answer after its first one, and of the model's steps.
+
+    Args:
+        accepted: see `count_accepted`.
+        weights: 1 at each position whose next token belongs to the answer.
+    """
+    places = np.flatnonzero(weights)
+    if len(places) < 2:
+        return 0, 0
+    place, last, steps = int(places[0]), int(places[-1]), 0
+    while place < last:
+        place += 1 + int(accepted[place])
+        steps += 1
+    return last - int(places[0]), steps
+
+
+def measure(run: DraftRun, batches: Iterable[HostBatch], state: EasyDeLState) -> dict[str, float]:
+    """Return the acceptance length: tokens per step of the answers to held-out prompts, and its
+    standard error over the prompts."""
+    pairs: list[tuple[int, int]] = []
+    for prepared in read_held_out(run, batches, state):
+        weights = Weights(
+            state.graphdef, state.graphstate, state.graphother, version=int(state.step)
+        )
+        try:
+            accepted = run.phase.ask(count_accepted, prepared, weights)["accepted"]
+        finally:
+            weights.end()
+        pairs += map(count_steps, accepted, np.asarray(prepared["weights"]))
+    tokens, steps = np.asarray([pair for pair in pairs if pair[1]], np.float64).reshape(-1, 2).T
+    if not len(steps):
+        return {}
+    length = tokens.sum() / steps.sum()
+    # The standard error of a ratio of means.
+    error = np.sqrt(((tokens - length * steps) ** 2).sum()) / steps.sum()
+    return {"acceptance_length": float(length), "acceptance_length_error": float(error)}
+
+
+_METHOD = online_method(
+    run=DraftRun,
+    rows=rows,
+    loss=loss,
+    complete=answer_prompts,
+    token_arrays=(),
+    progress_columns=("divergence_1", "completions/mean_length", "loss"),
+)
+DRAFT = replace(
+    _METHOD,
+    axes={**_METHOD.axes, "states": (*TOKENS, None)},
+    held_out=read_held_out,
+    measure=measure,
+)
+
+
+class DraftTrainer(Trainer):
+    """Trains the MTP layer of a model on the model's answers to prompts; `arguments` are
+    `DraftArguments`.
+
+    Loaders yield prompts.
+    """
+
+    entry = METHODS["draft"]
+    record = DRAFT
