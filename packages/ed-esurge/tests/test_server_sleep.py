@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 from ed_esurge import SamplingParams
+from ed_esurge.config import EngineConfig
 from ed_esurge.engine import AsyncEngine
 from ed_esurge.server.launch import background
 from ed_esurge.testing import ScriptedEngine
@@ -121,6 +122,7 @@ def test_is_sleeping_is_true_immediately_after_sleep_call():
 
     class Slow:
         is_sleeping = paused = has_unfinished_requests = False
+        config = EngineConfig()
 
         def execute(self, command):
             time.sleep(0.2)

@@ -262,6 +262,10 @@ from ed_models.families.falcon_mamba import FalconMambaForCausalLM as FalconMamb
 from ed_models.families.falcon_mamba import FalconMambaModel as FalconMambaModel
 from ed_models.families.falcon import FalconModel as FalconModel
 from ed_infra.specs import BaseOperationConfig as _FlashAttentionConfig
+from ed_models.families.flex_olmo import FlexOlmoConfig as FlexOlmoConfig
+from ed_models.families.flex_olmo import FlexOlmoDecoderLayer as FlexOlmoDecoderLayer
+from ed_models.families.flex_olmo import FlexOlmoForCausalLM as FlexOlmoForCausalLM
+from ed_models.families.flex_olmo import FlexOlmoModel as FlexOlmoModel
 from ed_layers.attention.mechanism import Mechanism as _FlexibleAttentionModule
 from ed_trainers.options.groups import GFPOArguments as GFPOArguments
 from ed_trainers.options.groups import GFPOArguments as _GFPOConfig
@@ -384,6 +388,14 @@ from ed_models.families.granitemoehybrid import GraniteMoeHybridDecoderLayer as 
 from ed_models.families.granitemoehybrid import GraniteMoeHybridForCausalLM as GraniteMoeHybridForCausalLM
 from ed_models.families.granitemoehybrid import GraniteMoeHybridModel as GraniteMoeHybridModel
 from ed_models.families.granitemoe import GraniteMoeModel as GraniteMoeModel
+from ed_models.families.granitemoe_swa import GraniteMoeSWAConfig as GraniteMoeSWAConfig
+from ed_models.families.granitemoe_swa import GraniteMoeSWADecoderLayer as GraniteMoeSWADecoderLayer
+from ed_models.families.granitemoe_swa import GraniteMoeSWAForCausalLM as GraniteMoeSWAForCausalLM
+from ed_models.families.granitemoe_swa import GraniteMoeSWAModel as GraniteMoeSWAModel
+from ed_models.families.granitemoeshared import GraniteMoeSharedConfig as GraniteMoeSharedConfig
+from ed_models.families.granitemoeshared import GraniteMoeSharedDecoderLayer as GraniteMoeSharedDecoderLayer
+from ed_models.families.granitemoeshared import GraniteMoeSharedForCausalLM as GraniteMoeSharedForCausalLM
+from ed_models.families.granitemoeshared import GraniteMoeSharedModel as GraniteMoeSharedModel
 from ed_models.families.granite_swa import GraniteSWAConfig as GraniteSWAConfig
 from ed_models.families.granite_swa import GraniteSWADecoderLayer as GraniteSWADecoderLayer
 from ed_models.families.granite_swa import GraniteSWAForCausalLM as GraniteSWAForCausalLM
@@ -480,6 +492,9 @@ from ed_models.families.lfm2_moe import Lfm2MoeConfig as Lfm2MoeConfig
 from ed_models.families.lfm2_moe import Lfm2MoeDecoderLayer as Lfm2MoeDecoderLayer
 from ed_models.families.lfm2_moe import Lfm2MoeForCausalLM as Lfm2MoeForCausalLM
 from ed_models.families.lfm2_moe import Lfm2MoeModel as Lfm2MoeModel
+from ed_models.families.lighton_ocr import LightOnOcrConfig as LightOnOcrConfig
+from ed_models.families.lighton_ocr import LightOnOcrForConditionalGeneration as LightOnOcrForConditionalGeneration
+from ed_models.families.lighton_ocr import LightOnOcrModel as LightOnOcrModel
 from ed_layers import Linear as Linear
 from ed_models.families.llama4 import Llama4Config as Llama4Config
 from ed_models.families.llama4 import Llama4TextForCausalLM as _Llama4ForCausalLM
@@ -939,6 +954,10 @@ from ed_models.families.umt5 import UMT5Config as UMT5Config
 from ed_models.families.umt5 import UMT5ForConditionalGeneration as UMT5ForConditionalGeneration
 from ed_models.families.umt5 import UMT5Model as UMT5Model
 from ed_data import Value as Value
+from ed_models.families.vaultgemma import VaultGemmaConfig as VaultGemmaConfig
+from ed_models.families.vaultgemma import VaultGemmaDecoderLayer as VaultGemmaDecoderLayer
+from ed_models.families.vaultgemma import VaultGemmaForCausalLM as VaultGemmaForCausalLM
+from ed_models.families.vaultgemma import VaultGemmaModel as VaultGemmaModel
 from ed_models.families.vit import ViTConfig as ViTConfig
 from ed_models.families.vit import ViTForImageClassification as ViTForImageClassification
 from ed_models.families.vit import ViTModel as ViTModel
@@ -1149,6 +1168,8 @@ FalconMambaForEmbedding = _ForEmbedding
 FalconMambaForSequenceClassification = _ForSequenceClassification
 FlashAttentionConfig = _FlashAttentionConfig
 FlashAttn: _Mechanism
+FlexOlmoForEmbedding = _ForEmbedding
+FlexOlmoForSequenceClassification = _ForSequenceClassification
 FlexibleAttentionModule = _FlexibleAttentionModule
 GFPOConfig = _GFPOConfig
 GKDConfig = _GKDConfig
@@ -1198,6 +1219,10 @@ GraniteMoeForEmbedding = _ForEmbedding
 GraniteMoeForSequenceClassification = _ForSequenceClassification
 GraniteMoeHybridForEmbedding = _ForEmbedding
 GraniteMoeHybridForSequenceClassification = _ForSequenceClassification
+GraniteMoeSWAForEmbedding = _ForEmbedding
+GraniteMoeSWAForSequenceClassification = _ForSequenceClassification
+GraniteMoeSharedForEmbedding = _ForEmbedding
+GraniteMoeSharedForSequenceClassification = _ForSequenceClassification
 GraniteSWAForEmbedding = _ForEmbedding
 GraniteSWAForSequenceClassification = _ForSequenceClassification
 Grok1ForEmbedding = _ForEmbedding
@@ -1383,6 +1408,8 @@ TokenClassificationConfig = _TokenClassificationConfig
 ToolParser = _ToolParser
 ToolParserManager = _ToolParserManager
 VanillaAttn: _Mechanism
+VaultGemmaForEmbedding = _ForEmbedding
+VaultGemmaForSequenceClassification = _ForSequenceClassification
 VisualDatasetInform = _VisualDatasetInform
 WhisperTimeStampLogitsProcessor = _WhisperTimeStampLogitsProcessor
 XLMRobertaForEmbedding = _ForEmbedding

@@ -164,7 +164,7 @@ def _trainer() -> Iterator[OtherKey]:
             "state_apply_fn_kwarguments_to_model",
             "the keys of the section mixture": "dataset_kwargs",
             "the sections model and loader": "model_init_kwargs ref_model_init_kwargs",
-            "the fields tools and chat_template_kwargs of a row": "tools chat_template_kwargs",
+            "the field chat_template_kwargs of a row": "chat_template_kwargs",
             "trainer.temperature, top_p, top_k and min_p": "generation_kwargs",
             "omit it: dpo has no term of the chosen answers; use orpo or cpo": "rpo_alpha",
             "the options generation_* of the section trainer": "generation_extra_kwargs "

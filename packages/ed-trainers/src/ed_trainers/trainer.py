@@ -135,7 +135,7 @@ class Trainer:
         rollout: Rollout | None = None,
         reward_functions: Sequence[RewardFunction] = (),
         reward_folders: Sequence[str | Path] = (),
-        tools: ToolSet | Sequence[Callable[..., object]] = (),
+        tools: ToolSet | Sequence[Callable[..., object]] | None = None,
         settings: Mapping[str, Any] | None = None,
         data_collator: Collator | None = None,
         **others: Unpack[OtherNames],
@@ -167,7 +167,7 @@ class Trainer:
         datasets = (train_dataset, eval_dataset)
         if tools and not self.entry.samples:
             raise ConfigError(f"{name} does not sample completions: omit tools")
-        functions = () if isinstance(tools, ToolSet) else tuple(tools)
+        functions = () if tools is None or isinstance(tools, ToolSet) else tuple(tools)
         prepared = prepare_datasets(
             arguments, model, processing_class, datasets, data_collator, functions
         )

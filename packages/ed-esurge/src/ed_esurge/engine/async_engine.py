@@ -325,7 +325,9 @@ class AsyncEngine(EngineWithFacts):
 
     def _store_new_pages(self) -> None:
         interval = self.config.prefix_cache_interval
-        if interval is not None and self._beat - self._stored_at >= interval:
+        if self.config.prefix_cache_directory is None or interval is None:
+            return
+        if self._beat - self._stored_at >= interval:
             self.engine.store_pages(MOST_STORED_BYTES)
             self._stored_at = time.monotonic()
 

@@ -267,7 +267,7 @@ def keys_values(kv: NewKeys | None, *, values_in_keys: bool) -> KeysValues:
     Raises:
         ValueError: `kv` is None.
     """
-    if kv is not None and not isinstance(kv, tuple):
+    if kv is not None and not isinstance(kv, tuple | list):
         kv = kv.compute()
     if kv is None or (kv[1] is None and not values_in_keys):
         raise ValueError(

@@ -23,7 +23,6 @@ from jaxtyping import Array, Float
 
 from ed_layers import native
 from ed_layers.activations import activation
-from ed_layers.projections import few_rows_gpu
 from ed_layers.projections.matmul import gradients_of_matrices, matmul
 
 if TYPE_CHECKING:  # the library is loaded at the first product
@@ -122,6 +121,10 @@ class Combination(NamedTuple):
 
     def runs_on_gpu(self, x: jax.Array, weights: Sequence[Weight]) -> bool:
         """Return whether a Triton kernel computes one result with its activation."""
+        if not self.choice.on_one_gpu:
+            return False
+        from ed_layers.projections import few_rows_gpu
+
         is_one = self.act in few_rows_gpu.TRITON_ACTS and (self.gated or len(weights) == 1)
         rows = math.prod(x.shape[:-1])
         return is_one and few_rows_gpu.supports_few_rows(self.choice, rows, x.dtype, weights)
@@ -179,6 +182,8 @@ def multiply(
     """Return the results of the products with each matrix."""
     with static.choice.restore():
         if static.runs_on_gpu(x, weights):
+            from ed_layers.projections import few_rows_gpu
+
             matrices = cast("tuple[jax.Array, ...]", weights)
             return [few_rows_gpu.multiply_few_rows(x, matrices, biases, act=static.act)]
         if static.choice.on_one_gpu:

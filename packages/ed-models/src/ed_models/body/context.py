@@ -23,7 +23,6 @@ from ed_layers.cache.protocol import ContiguousCache
 from ed_layers.context import ALL_LAYERS, Ctx, Mode, Rope
 from ed_layers.dropout import select_dropout_key
 from ed_layers.rotary import rope_tables
-from ed_layers.stream_gpu import StreamSums
 from jaxtyping import Array, Float, Int
 
 if TYPE_CHECKING:
@@ -109,6 +108,11 @@ def layer_context(
         kind: _tables(settings, position_ids, segments, ragged)
         for kind, settings in (rope_settings(config) if ropes is None else ropes).items()
     }
+    sums = None
+    if ragged is not None:
+        from ed_layers.stream_gpu import StreamSums  # for serving only
+
+        sums = StreamSums.create(b * s)
     ctx = Ctx(
         position_ids=position_ids,
         rope=tables,
@@ -120,7 +124,7 @@ def layer_context(
         returns_experts=output_routed_experts,
         mode=mode,
         config=config,
-        sums=None if ragged is None else StreamSums.create(b * s),
+        sums=sums,
     )
     return ctx, cache
 

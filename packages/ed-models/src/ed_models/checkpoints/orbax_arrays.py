@@ -17,13 +17,13 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 from ed_infra.errors import CheckpointError
 
-from ed_models.checkpoints.tensor_files import DTYPES, Index
-
 if TYPE_CHECKING:
+    import numpy as np
     from tensorstore import Context, TensorStore
+
+    from ed_models.checkpoints.tensor_files import Index
 
 ORBAX_METADATA, MODEL_CONFIG = "_METADATA", "config.json"
 #: Names of the item with the parameters, in the folder of a step.
@@ -102,6 +102,8 @@ class OrbaxFolder(NamedTuple):
         """
         import tensorstore
 
+        from ed_models.checkpoints.tensor_files import DTYPES
+
         base = {"driver": "file", "path": f"{self.path.absolute()}/"}
         store: dict[str, Any] = {"driver": "file", "path": f"{self.path.absolute() / name}/"}
         if self.is_database:
@@ -149,6 +151,8 @@ class OrbaxArray:
         Raises:
             CheckpointError: a chunk is damaged or absent.
         """
+        import numpy as np
+
         try:
             return np.asarray((self.store[index] if index else self.store).read().result())
         except (ValueError, IndexError, OSError) as error:
