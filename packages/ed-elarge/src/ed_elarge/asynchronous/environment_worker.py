@@ -36,9 +36,11 @@ class EnvironmentWorker:
         self._rewards = Rewards(arguments.reward_functions if rewarded else (), folders)
         self._tokenizer, self._tools = elm.part("tokenizer"), elm.part("tools")
         max_turns = getattr(arguments, "max_turns", None)
-        self._create_episode = build_episode_factory(
-            environment, folders, lambda: self._tokenizer, max_turns, self._tools
-        )
+        self._create_episode = None
+        if environment is not None or self._tools is not None:
+            self._create_episode = build_episode_factory(
+                environment, folders, lambda: self._tokenizer, max_turns, self._tools
+            )
         self._episodes: dict[str, Episode] = {}
 
     def serve(self) -> None:

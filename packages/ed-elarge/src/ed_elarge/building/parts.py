@@ -29,7 +29,7 @@ from ed_elarge.building.stored_config import (
     get_sequence_length,
     resize_tokens,
 )
-from ed_elarge.building.widths import scale_arguments
+from ed_elarge.building.widths import scale_arguments, scale_model
 from ed_elarge.config.adaptation import WeightFormat
 from ed_elarge.config.checkpoint_tasks import SEPARATE_TASKS
 from ed_elarge.config.checks.training import GENERATING
@@ -153,13 +153,16 @@ def _tokenizer_source(run: RunConfig) -> dict[str, Any]:
 
 def build_model(elm: eLargeModel) -> CausalLM:
     """Load the model, or create a new one from `model.config`, on its devices."""
-    if _model_section(elm.config).config is not None:
+    section = _model_section(elm.config)
+    if section.config is not None:
         loaded_model = _new_model(elm)
+        if section.has_widths:
+            loaded_model = scale_model(elm, loaded_model)
     else:
         loaded_model = resize_tokens(elm, _load(elm.config))
-    for section in SECTIONS.values():
-        if section.finishes:
-            loaded_model = pkgutil.resolve_name(section.finishes)(elm, loaded_model)
+    for entry in SECTIONS.values():
+        if entry.finishes:
+            loaded_model = pkgutil.resolve_name(entry.finishes)(elm, loaded_model)
     return loaded_model
 
 
@@ -516,7 +519,9 @@ def build_trainer(elm: eLargeModel) -> Trainer:
 
     from ed_elarge.engine.end_tokens import stop_after_answers
 
-    run, arguments = elm.config, scale_arguments(elm)
+    run = elm.config
+    arguments = scale_arguments(elm) if _model_section(run).has_widths else run.trainer
+    assert arguments is not None, "`eLargeModel.part` checks the section"
     train, held_out = elm.build_dataset(), elm.build_eval_dataset()
     if run.schema.task == "speech_seq2seq":
         media.set_language(elm.part("model"), _mixture(run).tokenization)

@@ -22,13 +22,10 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def scale_model(elm: eLargeModel, model: _ModelT) -> _ModelT:
-    """Scale the initial values of a new model; trained weights are unchanged."""
+    """Scale the initial values of a new model."""
     from ed_models.tasks.widths import scale_parameters
 
-    section = elm.config.model
-    assert section is not None, "`eLargeModel.part` checks the section"
-    factors = _compute_factors(elm.config, model)
-    return model if section.config is None or not factors else scale_parameters(model, factors)
+    return scale_parameters(model, _compute_factors(elm.config, model))
 
 
 def scale_arguments(elm: eLargeModel) -> TrainingArguments:
@@ -40,8 +37,6 @@ def scale_arguments(elm: eLargeModel) -> TrainingArguments:
     arguments = elm.config.trainer
     assert arguments is not None, "`eLargeModel.part` checks the section"
     factors = _compute_factors(elm.config, elm.part("model"))
-    if not factors:
-        return arguments
     from ed_trainers.optimizers.groups import NO_DECAY
 
     rates = Rules(arguments.learning_rate_rules, kind="learning rate rule")
@@ -68,11 +63,9 @@ def scale_arguments(elm: eLargeModel) -> TrainingArguments:
 
 
 def _compute_factors(run: RunConfig, model: EasyDeLBaseModule) -> Mapping[str, WidthFactors]:
-    """Return the factors of each parameter; empty with the standard parametrization."""
+    """Return the factors of each parameter."""
     section = run.model
     assert section is not None, "`eLargeModel.part` checks the section"
-    if section.parametrization == "standard":
-        return {}
     from ed_models.tasks.widths import compute_width_factors
 
     with run.blame("model", "base_widths"):

@@ -200,6 +200,11 @@ class ModelSection(Options):
         return self
 
     @property
+    def has_widths(self) -> bool:
+        """Whether the widths of the model determine its initial values and learning rates."""
+        return self.parametrization != "standard"
+
+    @property
     def tokenizer_section(self) -> TokenizerSection:
         """`tokenizer` as a section."""
         if isinstance(self.tokenizer, TokenizerSection):

@@ -116,7 +116,6 @@ SECTIONS: dict[str, Section] = {
             "processor": "ed_elarge.building.parts:processor",
             "model": "ed_elarge.building.parts:build_model",
         },
-        finishes="ed_elarge.building.widths:scale_model",
     ),
     **{
         role.section: Section(

@@ -146,11 +146,11 @@ def build_episode_factory(
     get_tokenizer: Callable[[], Any],
     max_turns: int | None,
     tools: ToolSet | None,
-) -> CreateEpisode | None:
-    """Return a function that begins episodes; None: there are no tools and no environment.
+) -> CreateEpisode:
+    """Return a function that begins episodes with an environment, tools, or both.
 
     Args:
-        environment: class of the environment, see `environment_class`.
+        environment: class of the environment, see `environment_class`; None = only tools.
         folders: where the class is searched, before the working directory.
         get_tokenizer: returns the tokenizer.
         max_turns, tools: see `Episode`.
@@ -158,8 +158,6 @@ def build_episode_factory(
     Raises:
         ConfigError: there is no such environment.
     """
-    if environment is None and tools is None:
-        return None
     create = (lambda: None) if environment is None else environment_class(environment, folders)
 
     def begin(row: Mapping[str, Any]) -> Episode:

@@ -168,13 +168,15 @@ class Phase:
         self._rows, self._complete, self._axes = method.rows, method.complete, method.axes
         self._programs: dict[Question, Callable[..., dict[str, jax.Array]]] = {}
         self._figures: dict[str, float] = {}  # of the rollout
-        self._create_episode = build_episode_factory(
-            self.options.environment,
-            run.reward_folders,
-            lambda: run.tokenizer,
-            self.options.max_turns,
-            run.tools,
-        )
+        self._create_episode = None
+        if self.options.environment is not None or run.tools is not None:
+            self._create_episode = build_episode_factory(
+                self.options.environment,
+                run.reward_folders,
+                lambda: run.tokenizer,
+                self.options.max_turns,
+                run.tools,
+            )
         if method.complete is not None and isinstance(run.rollout, AheadRollout):
             raise ConfigError(
                 f"{run.name} decides for each generation how prompts are completed, so it cannot "

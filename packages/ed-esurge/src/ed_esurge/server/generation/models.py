@@ -22,7 +22,6 @@ from starlette.requests import Request
 
 from ed_esurge.config import ApiKey, SamplingDefaults
 from ed_esurge.core.adapters import LoadedAdapter
-from ed_esurge.core.request import reads_prefixes
 from ed_esurge.engine.intake import (
     CheckedPrompt,
     ContextLengthError,
@@ -458,7 +457,7 @@ class ServedModel:
             model=self.names[0],
             owner=self.owner,
             variant=(self.lora_name, options.get("cache_salt")),
-            reads_prefixes=reads_prefixes(params),
+            reads_prefixes=params.prompt_logprobs is None,
             items=tuple((item.start, item.key) for item in options.get("encoder_inputs", ())),
             tokens=array("i", prompt.token_ids),
             size=len(prompt),
