@@ -20,6 +20,8 @@ from jaxtyping import Array, Float
 if TYPE_CHECKING:
     from ed_infra.config import EasyDeLBaseConfig
 
+#: The smallest block that Triton multiplies.
+LEAST_TRITON_BLOCK = 16
 #: One mesh axis, or several axes that split a dimension together.
 AxisNames = str | tuple[str, ...]
 
@@ -42,6 +44,11 @@ def get_compute_capability(config: EasyDeLBaseConfig | None) -> tuple[int, ...]:
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     text = str(getattr(device, "compute_capability", ""))
     return tuple(int(part) for part in text.split(".") if part.isdigit())
+
+
+def get_triton_block(count: int) -> int:
+    """Return the size of the smallest block of a product that holds `count` rows or columns."""
+    return max(LEAST_TRITON_BLOCK, 1 << (count - 1).bit_length())
 
 
 def get_triton_precision(dtype: DTypeLike) -> jax.lax.DotAlgorithmPreset | None:

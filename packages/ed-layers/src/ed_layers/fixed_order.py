@@ -44,6 +44,11 @@ class KernelChoice(NamedTuple):
         """Return the present choice."""
         return _CHOICE.get()
 
+    @property
+    def allows_gpu_kernels(self) -> bool:
+        """Whether kernels of one GPU may compute, whose order of sums is their own."""
+        return self.allowed and self.on_one_gpu and self.ordered is None
+
     @classmethod
     def note(cls, kind: str, *arguments: object) -> None:
         """Tell the recorder which kernel a program uses.

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from ed_layers.devices import get_triton_block
 from ed_layers.fixed_order import KernelChoice
 from ed_layers.norms import RMSNorm
 from ed_layers.projections import few_rows_gpu
@@ -82,8 +83,7 @@ class StreamSums:
     @classmethod
     def create(cls, rows: int) -> StreamSums | None:
         """Return the sums of a step of `rows` rows; None if no kernel computes them."""
-        choice = KernelChoice.get_current()
-        fits = choice.on_one_gpu and choice.allowed and choice.ordered is None
+        fits = KernelChoice.get_current().allows_gpu_kernels
         return cls() if fits and 0 < rows <= few_rows_gpu.MOST_FEW_ROWS else None
 
     def project(
@@ -160,7 +160,7 @@ def add_and_normalize(
         arrays["bias"] = bias
     if norm.has_weight:
         arrays["weight"] = norm.weight.get_value()
-    size = few_rows_gpu.get_block_rows(d)
+    size = get_triton_block(d)
     eps, offset = norm.eps, norm.offset
 
     def sum_and_norm(*refs: jax.Ref) -> None:

@@ -23,13 +23,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ed_layers.activations import activation
-from ed_layers.devices import get_triton_precision
+from ed_layers.devices import LEAST_TRITON_BLOCK, get_triton_block, get_triton_precision
 from ed_layers.fixed_order import KernelChoice
 
 #: Maximum number of rows: products of more rows need more time than reading the matrix.
 MOST_FEW_ROWS = 256
-#: The smallest block that Triton multiplies, and the largest blocks of rows and columns.
-LEAST, ROWS, COLUMNS = 16, 128, 128
+#: The largest blocks of rows and columns.
+ROWS, COLUMNS = 128, 128
 #: Bytes of a row of a block along the depth.
 DEPTH_BYTES = 128
 #: Number of blocks that occupy a GPU, its multiprocessors, and the maximum number of splits.
@@ -55,9 +55,7 @@ def supports_few_rows(
         weights: matrices [i, o].
     """
     return (
-        choice.allowed
-        and choice.ordered is None
-        and choice.on_one_gpu
+        choice.allows_gpu_kernels
         and 0 < rows <= MOST_FEW_ROWS
         and jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
         and all(
@@ -117,7 +115,7 @@ class RowBlocks:
             interpret: see `multiply_few_rows`.
         """
         dtype, inputs = weights[0].dtype, weights[0].shape[0]
-        block_rows = min(ROWS, get_block_rows(rows))
+        block_rows = min(ROWS, get_triton_block(rows))
         depth = DEPTH_BYTES // dtype.itemsize
         row_blocks, outputs = -(-rows // block_rows), min(w.shape[1] for w in weights)
 
@@ -125,7 +123,11 @@ class RowBlocks:
             return row_blocks * -(-outputs // columns)
 
         columns = COLUMNS if can_split else COLUMNS // 2
-        while columns > 2 * LEAST and count_blocks(columns) < ENOUGH_BLOCKS and not can_split:
+        while (
+            columns > 2 * LEAST_TRITON_BLOCK
+            and count_blocks(columns) < ENOUGH_BLOCKS
+            and not can_split
+        ):
             columns //= 2
         most = min(MOST_SPLITS, inputs // (4 * depth))
         splits = min(most, MULTIPROCESSORS // count_blocks(columns)) if can_split else 1
@@ -141,11 +143,6 @@ class RowBlocks:
     def stages(self) -> int:
         """Blocks of the depth that are loaded ahead."""
         return 4 if self.rows <= ROWS // 2 else 3
-
-
-def get_block_rows(rows: int) -> int:
-    """Return the smallest power of two that holds all rows, at least `LEAST`."""
-    return max(LEAST, 1 << (rows - 1).bit_length())
 
 
 def accumulate(

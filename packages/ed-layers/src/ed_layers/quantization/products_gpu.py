@@ -20,14 +20,15 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from ed_layers.devices import LEAST_TRITON_BLOCK, get_triton_block
 from ed_layers.fixed_order import KernelChoice
 from ed_layers.quantization.formats import FORMATS
 from ed_layers.quantization.stored import Stored
 
 #: Maximum number of rows: products of more rows need more time than reading the matrix.
 MOST_CODE_ROWS = 256
-#: The smallest block that Triton multiplies, and the largest blocks of rows, columns and depth.
-LEAST, ROWS, COLUMNS, DEPTH = 16, 128, 128, 64
+#: The largest blocks of rows, columns and depth.
+ROWS, COLUMNS, DEPTH = 128, 128, 64
 #: Number of blocks that occupy a GPU, and the maximum number of parts of the depth.
 ENOUGH_BLOCKS, MOST_SPLITS = 132, 16
 #: Smaller matrices cost a launch, whatever their format is.
@@ -71,7 +72,7 @@ class CodeBlocks:
         transposed = w.axis == -1
         outputs, code_rows = w.codes.shape if transposed else w.codes.shape[::-1]
         group_rows = code_rows // w.groups
-        block_rows = min(ROWS, max(LEAST, 1 << (rows - 1).bit_length()))
+        block_rows = min(ROWS, get_triton_block(rows))
         columns = COLUMNS if block_rows > ROWS // 2 else COLUMNS // 2
         depth = DEPTH if w.groups == 1 else get_block_depth(group_rows)
         blocks = -(-outputs // columns) * -(-rows // block_rows)
@@ -111,7 +112,10 @@ def supports(choice: KernelChoice, rows: int, dtype: DTypeLike, w: Stored) -> bo
         and w.ndim == 2
         and w.codes.size >= LEAST_CODES
         and jnp.dtype(dtype) in (jnp.float32, jnp.bfloat16, jnp.float16)
-        and (w.groups == 1 or get_block_depth(w.codes.shape[w.axis] // w.groups) >= LEAST)
+        and (
+            w.groups == 1
+            or get_block_depth(w.codes.shape[w.axis] // w.groups) >= LEAST_TRITON_BLOCK
+        )
     )
 
 

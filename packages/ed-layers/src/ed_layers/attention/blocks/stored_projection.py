@@ -22,11 +22,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ed_layers.cache.codes import LARGEST_CODES, Codes, Numbers
 from ed_layers.cache.storage import At
+from ed_layers.devices import get_triton_block
 from ed_layers.fixed_order import KernelChoice
 from ed_layers.norms import RMSNorm
 from ed_layers.projections import few_rows_gpu
 from ed_layers.projections.few_rows_gpu import (
-    LEAST,
     ColumnBlock,
     RowBlocks,
     accumulate,
@@ -66,7 +66,7 @@ class Columns(NamedTuple):
     @classmethod
     def of(cls, first: int, count: int, step: int = 1) -> Columns:
         """Return `count` columns from `first` on; the block has a power of two of them."""
-        size = max(LEAST, 1 << (count - 1).bit_length())
+        size = get_triton_block(count)
         number = jnp.arange(size)
         return cls(first + step * number, None if size == count else number < count)
 
