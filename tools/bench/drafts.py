@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from ed_esurge import SamplingParams, eSurge
 from ed_models import AutoEasyDeLModelForCausalLM
 from ed_models.protocol import LanguageModel
+from ed_trainers.methods.draft import compute_length
 from transformers import AutoTokenizer
 
 from tools.bench.measure import command_line, machine, table
@@ -65,10 +65,9 @@ def measure_lengths(engine: eSurge, prompts: list[list[int]], params: SamplingPa
         counts.append((tokens, int(tokens - accepted)))
         key = "spec_decode_num_draft_tokens"
         proposed += after[key] - before[key]
-    tokens, steps = np.asarray(counts, np.float64).T
-    length = tokens.sum() / steps.sum()
-    error = np.sqrt(((tokens - length * steps) ** 2).sum()) / steps.sum()
-    return [f"{length:.2f} ± {error:.2f}", f"{(tokens - steps).sum() / max(proposed, 1):.2f}"]
+    length, error = compute_length(counts)
+    accepted = sum(tokens - steps for tokens, steps in counts)
+    return [f"{length:.2f} ± {error:.2f}", f"{accepted / max(proposed, 1):.2f}"]
 
 
 def compare_speed(

@@ -46,6 +46,18 @@ def losses(folder: Path) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
+def assert_merge_equals_adapter(settings: dict[str, Any], left: Path) -> None:
+    """Compare the saved model of a run with its base and its saved adapter."""
+    merged = eLargeModel({"model": {"name_or_path": str(left / "model")}})
+    apart = eLargeModel(
+        {"model": settings["model"], "lora": {"name_or_path": str(left / "adapter")}}
+    )
+    ids = np.arange(12, dtype=np.int32)[None]
+    np.testing.assert_allclose(
+        merged.build_model()(ids).logits, apart.build_model()(ids).logits, atol=1e-5
+    )
+
+
 @pytest.mark.nightly
 @pytest.mark.xdist_group("elarge-adaptation")
 def test_merged_model_matches_model_with_saved_adapter(folder: Path) -> None:
@@ -57,14 +69,7 @@ def test_merged_model_matches_model_with_saved_adapter(folder: Path) -> None:
     said = json.loads((left / "adapter" / "adapter_config.json").read_text())
     assert (said["r"], said["lora_alpha"]) == (4, 8.0)
     assert sorted(said["target_modules"]) == ["down_proj", "gate_proj", "q_proj", "up_proj"]
-    merged = eLargeModel({"model": {"name_or_path": str(left / "model")}})
-    apart = eLargeModel(
-        {"model": settings["model"], "lora": {"name_or_path": str(left / "adapter")}}
-    )
-    ids = np.arange(12, dtype=np.int32)[None]
-    np.testing.assert_allclose(
-        merged.build_model()(ids).logits, apart.build_model()(ids).logits, atol=1e-5
-    )
+    assert_merge_equals_adapter(settings, left)
 
 
 @pytest.mark.nightly
@@ -79,14 +84,7 @@ def test_adapter_from_the_weights_is_trained_saved_and_certified(folder: Path) -
     assert np.mean(curve[-5:]) < np.mean(curve[:5])
     written = json.loads((left / "adapter" / "adapter_config.json").read_text())
     assert (written["r"], written["lora_alpha"]) == (8, 16.0)
-    merged = eLargeModel({"model": {"name_or_path": str(left / "model")}})
-    apart = eLargeModel(
-        {"model": settings["model"], "lora": {"name_or_path": str(left / "adapter")}}
-    )
-    ids = np.arange(12, dtype=np.int32)[None]
-    np.testing.assert_allclose(
-        merged.build_model()(ids).logits, apart.build_model()(ids).logits, atol=1e-5
-    )
+    assert_merge_equals_adapter(settings, left)
     found = {one.name: one for one in findings(CertifiedModel(left, base), with_model=True)}
     for name in ("adapter_tensors", "adapter_effect", "merge", "changed", "untouched"):
         assert found[name].status == "passed", found[name]

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ed_esurge.engine.connection import Connection, ConnectionLost
-from ed_trainers.online.completions import as_written
+from ed_trainers.online.completions import write_completion
 from ed_trainers.online.episodes import Episode, build_episode_factory
-from ed_trainers.online.turns import split_completion
 from ed_trainers.options.online import RewardedArguments
 from ed_trainers.rewards import Rewards
 
@@ -61,12 +60,11 @@ class EnvironmentWorker:
     def _scores(self, message: Mapping[str, Any]) -> dict[str, Any]:
         ids, row = message["completion_ids"], dict(message["row"])
         prompt = row.pop("prompt")
+        read = None if self._tools is None else self._tools.read
         group = _Group(
             prompts=[prompt] * len(ids),
             completions=[
-                as_written(prompt, one, self._tokenizer.decode)
-                if self._tools is None
-                else split_completion(one, given, self._tokenizer, self._tools.read)
+                write_completion(prompt, one, given, self._tokenizer, read)
                 for one, given in zip(ids, message["given"], strict=True)
             ],
             completion_ids=ids,

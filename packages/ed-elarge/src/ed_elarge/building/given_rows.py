@@ -13,6 +13,7 @@ from ed_data.sources.python import GivenRows, keep_while, list_frame_rows
 from ed_infra.errors import ConfigError
 from ed_trainers.arguments import METHODS, TrainingArguments
 
+from ed_elarge.building.tools import name_function
 from ed_elarge.config.normalize import normalize
 from ed_elarge.errors import Document
 from ed_elarge.model import eLargeModel
@@ -112,9 +113,7 @@ def prepare_rows(
         raise ConfigError(f"no method has the options {type(arguments).__name__}: pass batches")
     values = {name: getattr(arguments, name) for name in arguments.model_fields_set}
     if tools:  # the functions themselves are given to the run
-        values["tools"] = [
-            f"{one.__module__}:{getattr(one, '__name__', type(one).__name__)}" for one in tools
-        ]
+        values["tools"] = [name_function(tool) for tool in tools]
     mixture, given = build_mixture(
         evaluation if train is None else train, None if train is None else evaluation, {}
     )

@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 ToolFunction = Callable[..., object]
 
 
+def name_function(function: ToolFunction) -> str:
+    """Return the name of a tool in a run file, for a function that the run receives itself."""
+    return f"{function.__module__}:{getattr(function, '__name__', type(function).__name__)}"
+
+
 def describe_function(function: ToolFunction) -> dict[str, Any]:
     """Return the JSON schema of a function, as transformers builds it for chat templates.
 

@@ -16,6 +16,7 @@ from ed_infra.logging import get_logger
 from ed_trainers.rewards.rules import RULES
 
 from ed_elarge.building.given_rows import GIVEN_MODEL, build_mixture
+from ed_elarge.building.tools import name_function
 from ed_elarge.building.trl_scripts import (
     TrlConfig,
     build_run,
@@ -164,7 +165,7 @@ class TrlTrainer:
     def _put_tools(self, conversion: Conversion, tools: Sequence[Any]) -> None:
         """Set the names of the tools, whose functions themselves are given to the run."""
         if tools:
-            conversion.put("trainer.tools", [f"{one.__module__}:{one.__name__}" for one in tools])
+            conversion.put("trainer.tools", [name_function(tool) for tool in tools])
         else:
             conversion.values.pop("trainer.max_turns", None)  # without effect, as in TRL
 

@@ -192,7 +192,7 @@ class ModelSection(Options):
                 "resize_token_embeddings changes an existing model: omit it, and set vocab_size in "
                 "config"
             )
-        if (self.parametrization == "mup") != bool(self.base_widths):
+        if self.has_widths != bool(self.base_widths):
             raise ValueError(
                 "parametrization: mup and base_widths belong together: set both, such as "
                 "base_widths: {hidden_size: 256, num_attention_heads: 4}, or omit both"

@@ -135,7 +135,7 @@ class Ladder:
     @property
     def has_one_rate(self) -> bool:
         """Whether the best learning rate is the same for all models."""
-        return self.run.model is not None and self.run.model.parametrization == "mup"
+        return self.run.model is not None and self.run.model.has_widths
 
     def _is_tuned(self, number: int, count: int) -> bool:
         if self.has_one_rate:
@@ -249,7 +249,7 @@ def build_prediction(
     metric = str(rungs[0].trials[0]["metric"])
     trainer = run.trainer
     assert trainer is not None, "`check_run` checks the section"
-    is_mup = run.model is not None and run.model.parametrization == "mup"
+    has_widths = run.model is not None and run.model.has_widths
     return {
         "target": {
             "parameters": target.parameters,
@@ -261,7 +261,11 @@ def build_prediction(
         },
         "loss": {"metric": metric, "share": 0.0 if metric == "eval_loss" else 0.1} | loss.to_dict(),
         "learning_rate": rate.to_dict()
-        | {"method": "the same rate at all widths (µP)" if is_mup else "power law over the rungs"},
+        | {
+            "method": "the same rate at all widths (µP)"
+            if has_widths
+            else "power law over the rungs"
+        },
         "batch_size": {"value": target.batch_size, "method": "the batch of the run file"},
         "law": law.to_dict(),
         "noise": noise,

@@ -36,18 +36,8 @@ def predict_further_tokens(
             `next_token_batch`.
         hidden: last hidden states of the model.
     """
-    model = cast(Any, learner)
-    segments = batch["segment_ids"]
-    # The last position of a segment reads a token of another segment; no position attends to it.
-    embeds = model.model.embed(shift_left(batch["input_ids"]), None)
-    output = model.mtp(
-        inputs_embeds=embeds,
-        hidden=hidden,
-        segment_ids=segments,
-        position_ids=batch["position_ids"],
-    )
-    weights = shift_left(batch["weights"]) * (segments == shift_left(segments))
-    return output.last_hidden_state, shift_left(batch["targets"]), weights
+    (depth,) = predict_depths(learner, batch, embed_next_tokens(learner, batch), hidden, 1)
+    return depth.hidden, shift_left(batch["targets"]), depth.weights
 
 
 class Depth(NamedTuple):
@@ -68,19 +58,29 @@ class Depth(NamedTuple):
         return self.output.last_hidden_state
 
 
+def embed_next_tokens(learner: LanguageModel, batch: Batch) -> Float[Array, "b s d"]:
+    """Return the embedding of the token after each position, which the layer reads."""
+    # The last position of a segment reads a token of another segment; no position attends to it.
+    return cast(Any, learner).model.embed(shift_left(batch["input_ids"]), None)
+
+
 def predict_depths(
-    learner: LanguageModel, batch: Batch, hidden: Float[Array, "b s d"], depths: int
+    learner: LanguageModel,
+    batch: Batch,
+    embeds: Float[Array, "b s d"],
+    hidden: Float[Array, "b s d"],
+    depths: int,
 ) -> list[Depth]:
     """Return the predictions of each depth.
 
     Args:
         learner: a model with an MTP layer.
-        batch: `input_ids`, `segment_ids`, `position_ids` and `weights` [b, s] of rows.
+        batch: `segment_ids`, `position_ids` and `weights` [b, s] of rows.
+        embeds: see `embed_next_tokens`.
         hidden: last hidden states of the model.
         depths: k.
     """
     model, segments = cast(Any, learner), batch["segment_ids"]
-    embeds = jax.lax.stop_gradient(model.model.embed(shift_left(batch["input_ids"]), None))
     weights = shift_left(batch["weights"]) * (segments == shift_left(segments))
     predictions: list[Depth] = []
     for depth in range(depths):

@@ -36,7 +36,7 @@ from ed_trainers.arguments import METHODS
 from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Models, Prepared
 from ed_trainers.losses.divergence import token_divergences
-from ed_trainers.losses.mtp import predict_depths, shift_left
+from ed_trainers.losses.mtp import embed_next_tokens, predict_depths, shift_left
 from ed_trainers.losses.scoring import forward
 from ed_trainers.methods.gkd import separate_conversations
 from ed_trainers.online.completions import Completions
@@ -140,7 +140,8 @@ def loss(run: DraftRun, models: Models, batch: Batch, key: jax.Array | None) -> 
     targets = take_positions(shift_left(batch["targets"]), places)
     total, count = jnp.zeros(()), jnp.zeros(())
     metrics: dict[str, Metric] = {}
-    predictions = predict_depths(learner, batch, states, options.num_speculative_tokens)
+    embeds = jax.lax.stop_gradient(embed_next_tokens(learner, batch))
+    predictions = predict_depths(learner, batch, embeds, states, options.num_speculative_tokens)
     for depth, prediction in enumerate(predictions):
         weights = take_positions(prediction.weights, places)
         divergence, logps = token_divergences(
@@ -190,8 +191,8 @@ def count_accepted(run: DraftRun, models: Models, batch: Batch) -> dict[str, jax
     head, targets = get_draft_head(run, learner), shift_left(batch["targets"])
     leading = jnp.ones(targets.shape, bool)
     accepted = jnp.zeros(targets.shape, jnp.int32)
-    depths = run.arguments.num_speculative_tokens
-    for depth, prediction in enumerate(predict_depths(learner, batch, states, depths)):
+    embeds, depths = embed_next_tokens(learner, batch), run.arguments.num_speculative_tokens
+    for depth, prediction in enumerate(predict_depths(learner, batch, embeds, states, depths)):
         is_equal = (find_best(prediction.hidden, head) == targets) & (prediction.weights > 0)
         # This depth of the draft after token i + 1 is at position i + depth.
         leading &= jnp.pad(is_equal[:, depth:], ((0, 0), (0, depth)))
@@ -253,13 +254,23 @@ def measure(run: DraftRun, batches: Iterable[HostBatch], state: EasyDeLState) ->
         finally:
             weights.end()
         pairs += map(count_steps, accepted, np.asarray(prepared["weights"]))
-    tokens, steps = np.asarray([pair for pair in pairs if pair[1]], np.float64).reshape(-1, 2).T
-    if not len(steps):
+    pairs = [pair for pair in pairs if pair[1]]
+    if not pairs:
         return {}
+    length, error = compute_length(pairs)
+    return {"acceptance_length": length, "acceptance_length_error": error}
+
+
+def compute_length(pairs: Sequence[tuple[int, int]]) -> tuple[float, float]:
+    """Return the tokens per step of answers, and the standard error of this ratio of means.
+
+    Args:
+        pairs: tokens and steps of each answer, at least one.
+    """
+    tokens, steps = np.asarray(pairs, np.float64).T
     length = tokens.sum() / steps.sum()
-    # The standard error of a ratio of means.
     error = np.sqrt(((tokens - length * steps) ** 2).sum()) / steps.sum()
-    return {"acceptance_length": float(length), "acceptance_length_error": float(error)}
+    return float(length), float(error)
 
 
 _METHOD = online_method(

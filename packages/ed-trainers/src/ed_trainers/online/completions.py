@@ -367,13 +367,8 @@ def build_completions(
     prompts: list[PromptContent] = list(getattr(batch, "prompts", prompt_ids))
     images = get_images(batch)
     fields: Mapping[str, list[Any]] = getattr(batch, "fields", {})
-    decode = getattr(tokenizer, "decode", None)
     completions = [
-        as_written(prompts[i // copies], list(one.token_ids), decode)
-        if read is None
-        else split_completion(
-            list(one.token_ids), one.given, cast("ChatTokenizer", tokenizer), read
-        )
+        write_completion(prompts[i // copies], list(one.token_ids), one.given, tokenizer, read)
         for i, one in enumerate(sampled)
     ]
 
@@ -399,7 +394,7 @@ def build_completions(
         ended=[one.ended for one in sampled],
         fields={name: repeat_values(values) for name, values in fields.items()},
         images={name: np.repeat(x, copies, axis=0) for name, x in images.items()},
-        documents=documents if encode is not None and decode is not None else None,
+        documents=documents if encode is not None and hasattr(tokenizer, "decode") else None,
         encode=None
         if encode_prompt is None
         else lambda row, prompt: encode_prompt(row // copies, prompt),
@@ -420,16 +415,25 @@ def _get_rewards(sampled: Sequence[Sampled]) -> np.ndarray | None:
     )
 
 
-def as_written(
-    prompt: PromptContent, ids: list[int], decode: Callable[..., object] | None
+def write_completion(
+    prompt: PromptContent,
+    ids: list[int],
+    given: Sequence[tuple[int, int]],
+    tokenizer: object | None,
+    read: ReadReply | None,
 ) -> PromptContent:
-    """Return a completion in the kind of its prompt.
+    """Return a completion in the kind of its prompt, or the messages of a model with tools.
 
     Args:
         prompt: the prompt as written.
         ids: the sampled tokens.
-        decode: method of the tokenizer; None returns the tokens.
+        given: see `Sampled.given`.
+        tokenizer: decodes the tokens; None returns them.
+        read: reads messages of a model with tools; None: there are no tools.
     """
+    if read is not None:
+        return split_completion(ids, given, cast("ChatTokenizer", tokenizer), read)
+    decode = getattr(tokenizer, "decode", None)
     if decode is None or (isinstance(prompt, list) and not _is_chat(prompt)):
         return ids
     text = str(decode(ids, skip_special_tokens=True))

@@ -76,7 +76,7 @@ def check_tokenizer_section(run: RunConfig) -> Iterator[Problem]:
 def check_parametrization(run: RunConfig) -> Iterator[Problem]:
     """Check that µP has learning rates for the optimizer, and that the model has full weights."""
     model, trainer = run.model, run.trainer
-    if model is None or model.parametrization == "standard":
+    if model is None or not model.has_widths:
         return
     for name, section in (("lora", run.adapters), ("quantization", run.weight_format)):
         if section is not None:
