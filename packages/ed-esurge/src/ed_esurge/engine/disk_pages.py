@@ -92,7 +92,8 @@ class DiskPages:
         prefixes = loop.scheduler.pages.prefixes
         if prefixes is None:
             return
-        local_files, memory = self._list_stored_files(loop), loop.runner.host
+        folder, memory = self._folder(loop), loop.runner.host
+        local_files = self._list_stored_files(loop, folder)
         names = (
             None
             if local_files is None
@@ -119,7 +120,7 @@ class DiskPages:
         lost = {(group, name) for one in transport.gather(damaged) for group, name in one}
         for group, name in sorted(lost):
             prefixes.host[group].discard(_key(name))
-        if (folder := self._folder(loop)) is not None:
+        if folder is not None:
             self._stored.setdefault(folder, set()).update(
                 (group, key) for group, index in prefixes.host.items() for key in index.get_places()
             )
@@ -179,12 +180,17 @@ class DiskPages:
         self._digests[id(leaf)] = weakref.ref(leaf), digest
         return digest
 
-    def _list_stored_files(self, loop: EngineLoop) -> dict[str, dict[str, Path]] | None:
+    def _list_stored_files(
+        self, loop: EngineLoop, folder: Path | None
+    ) -> dict[str, dict[str, Path]] | None:
         """Return the files of each group by name, the least recently used first; None if other
-        processes hold all pages of the loop."""
+        processes hold all pages of the loop.
+
+        Args:
+            folder: the folder of the pages of the loop, see `_folder`.
+        """
         if not isinstance(loop.runner.host, HostMemory) or loop.scheduler.pages.prefixes is None:
             return None
-        folder = self._folder(loop)
         if folder is None or not folder.is_dir():
             return {}
         check_private(folder)

@@ -71,7 +71,7 @@ class RecentPrompt:
         model: name of the model.
         owner: the key of the request, see `http.auth.get_owner`.
         variant: adapter and `cache_salt`, whose prompts do not share pages.
-        reads_prefixes: whether the request may use the prefix cache.
+        scores_prompt: whether log-probabilities of the prompt are requested.
         items: start and key of each item of an encoder, such as an image.
         tokens: token ids of the prompt, and of its first answer so far.
         size: number of tokens of the prompt.
@@ -83,7 +83,7 @@ class RecentPrompt:
     model: str
     owner: str
     variant: tuple[str | None, str | None]
-    reads_prefixes: bool
+    scores_prompt: bool
     items: tuple[tuple[int, bytes], ...]
     tokens: array[int]
     size: int
@@ -457,7 +457,7 @@ class ServedModel:
             model=self.names[0],
             owner=self.owner,
             variant=(self.lora_name, options.get("cache_salt")),
-            reads_prefixes=params.prompt_logprobs is None,
+            scores_prompt=params.prompt_logprobs is not None,
             items=tuple((item.start, item.key) for item in options.get("encoder_inputs", ())),
             tokens=array("i", prompt.token_ids),
             size=len(prompt),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from starlette.requests import Request
@@ -58,12 +58,15 @@ async def explain_prompt(
         model: the model of the prompt.
         earlier: the earlier prompts of the same key.
     """
-    same_model = [one for one in earlier if one.model == prompt.model]
-    sharing = [one for one in same_model if one.variant == prompt.variant]
-    nearest, equal = await in_thread(lambda: _find_nearest(prompt, sharing))
-    other, equal_of_other = await in_thread(lambda: _find_nearest(prompt, same_model))
-    if equal_of_other == equal:
-        other = None
+    earlier = [one for one in earlier if one.model == prompt.model]
+    lengths = await in_thread(lambda: [_count_equal(prompt, one) for one in earlier])
+    # The newest of several prompts with the longest equal beginning.
+    candidates = [(length, place) for place, length in enumerate(lengths) if length]
+    sharing = [one for one in candidates if earlier[one[1]].variant == prompt.variant]
+    equal, place = max(sharing, default=(0, None))
+    nearest = None if place is None else earlier[place]
+    longest, place = max(candidates, default=(0, None))
+    other = earlier[place] if place is not None and longest > equal else None
     nearest_tokens = nearest.tokens[equal : equal + SHOWN_TOKENS] if nearest else ()
     text_before, text, nearest_text = [
         await model.prompts.decode(list(tokens))
@@ -87,20 +90,8 @@ async def explain_prompt(
         text_before=text_before,
         text=text,
         nearest_text=nearest_text,
-        reason=_get_reason(model, prompt, equal, other, equal_of_other),
+        reason=_get_reason(model, prompt, equal, other, longest),
     )
-
-
-def _find_nearest(
-    prompt: RecentPrompt, earlier: Iterable[RecentPrompt]
-) -> tuple[RecentPrompt | None, int]:
-    """Return the prompt with the longest equal beginning, the newest of several, and its length."""
-    nearest, longest = None, 0
-    for one in earlier:
-        length = _count_equal(prompt, one)
-        if length and length >= longest:
-            nearest, longest = one, length
-    return nearest, longest
 
 
 def _count_equal(prompt: RecentPrompt, earlier: RecentPrompt) -> int:
@@ -129,7 +120,7 @@ def _get_reason(
     readable = (prompt.size - 1) // size * size
     if not config.enable_prefix_caching:
         return "the engine has no prefix cache: start it with enable_prefix_caching"
-    if not prompt.reads_prefixes:
+    if prompt.scores_prompt:
         return "log-probabilities of the prompt were requested, so the whole prompt was computed"
     if cached is None:
         return "the prompt waits: ask again after its first token"
