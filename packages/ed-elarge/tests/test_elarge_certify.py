@@ -17,6 +17,7 @@ from certify_changes import (
     edit_tensors,
     generation,
     last_matrix,
+    template,
     tensors,
     write_gguf,
 )
@@ -175,6 +176,27 @@ def test_evidence_is_escaped_in_the_page(sound: Path, tmp_path: Path) -> None:
     finding = Finding("a", "claim", "failed", "<script>alert(1)</script>", 0.0)
     write_receipt(certificate(CertifiedModel(sound), [finding]), tmp_path)
     assert "<script>" not in (tmp_path / "certificate.html").read_text()
+
+
+def test_token_that_begins_each_turn_is_no_second_beginning(sound: Path, tmp_path: Path) -> None:
+    """The template of SmolLM2 writes its beginning-of-text token before each message."""
+    turns = (
+        "{% for message in messages %}{{ bos_token + message['role'] + '\\n' + message['content'] "
+        "+ eos_token }}{% endfor %}{% if add_generation_prompt %}{{ bos_token + 'assistant\\n' }}"
+        "{% endif %}"
+    )
+    folder = planted(sound, tmp_path / "model", template(turns))
+    assert by_name(CertifiedModel(folder))["one_beginning"].status == "passed"
+
+
+@pytest.mark.nightly
+def test_engine_check_runs_on_an_adapter_without_a_merged_model(
+    adapted: Path, tmp_path: Path
+) -> None:
+    """QLoRA writes only the adapter."""
+    shutil.copytree(adapted / "adapter", tmp_path / "adapter")
+    found = by_name(CertifiedModel(tmp_path), with_model=True)
+    assert found["engine"].status == "passed", found["engine"]
 
 
 @pytest.mark.nightly

@@ -284,7 +284,8 @@ def _load(run: RunConfig) -> CausalLM:
     changes |= {field: value for field, (_, value) in run.config_fields().items()}
     dims = changes.pop("sharding_axis_dims", run.sharding.axis_dims)
     with run.blame("model", "name_or_path"):
-        local = hub.resolve(str(section.name_or_path), revision=section.extra_kwargs.revision)
+        source, revision = str(section.name_or_path), section.extra_kwargs.revision
+        local = hub.resolve(source, revision=revision)
         task = detect_task(local) if run.task == TaskType.AUTO_BIND else run.task
         if run.trainer is None and section.task is None:
             task = served_task(local, task)
@@ -304,12 +305,13 @@ def _load(run: RunConfig) -> CausalLM:
         module = registry.get_module(task, hub.read_config(local, task).model_type)
         dtypes = list_dtypes(run, local if trains_adapters_only(run) else None)
         options = {"sharding_axis_dims": dims, "config_kwargs": changes, **dtypes}
+        options["revision"] = revision
         if run.weight_format is None:
-            return module.from_pretrained(local, **options)
+            return module.from_pretrained(source, **options)
     with run.blame("quantization", "model"):
         rules = build_weight_format(run.weight_format)
         return module.from_pretrained(
-            local, quantization_config=rules, apply_quantization=True, **options
+            source, quantization_config=rules, apply_quantization=True, **options
         )
 
 
@@ -349,7 +351,13 @@ def _load_other(
     # A synchronized reference is changed in small steps.
     follows = getattr(run.trainer, "sync_ref_model", False)
     dtypes = list_dtypes(run, None if follows else local)
-    return module.from_pretrained(local, sharding_axis_dims=dims, config_kwargs=changes, **dtypes)
+    return module.from_pretrained(
+        section.name_or_path,
+        revision=section.revision,
+        sharding_axis_dims=dims,
+        config_kwargs=changes,
+        **dtypes,
+    )
 
 
 def _model_section(run: RunConfig) -> ModelSection:

@@ -157,7 +157,7 @@ class CertifiedModel:
             from ed_models.adapters.peft import load_adapter
 
             assert self.adapter_folder is not None
-            model = load_adapter(model, self.adapter_folder)
+            model = load_adapter(model, self.adapter_folder).shard_model()
         return model
 
 
@@ -178,6 +178,13 @@ def _first(directory: Path, part: str, file: str) -> Path | None:
 
 
 def _find_base(adapter: Path) -> Path | None:
-    named = read_json(adapter / "adapter_config.json").get("base_model_name_or_path")
-    places = [Path(named), adapter / named] if named else []
-    return next((place for place in places if (place / "config.json").is_file()), None)
+    from ed_models.checkpoints.saving import find_checkpoint
+
+    settings = read_json(adapter / "adapter_config.json")
+    name = settings.get("base_model_name_or_path")
+    if not name:
+        return None
+    inner = adapter / name
+    if (inner / "config.json").is_file():
+        return inner
+    return find_checkpoint(name, settings.get("revision"))

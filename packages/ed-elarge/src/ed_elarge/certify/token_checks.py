@@ -85,14 +85,16 @@ def one_beginning(subject: CertifiedModel) -> Outcome:
     if bos is None:
         raise NotApplicable("the tokenizer has no beginning-of-text token")
     tokens = subject.encodings.encode_with_engine(CONVERSATIONS["one turn"][:1])
+    more_turns = subject.encodings.encode_with_engine(CONVERSATIONS["several turns"][:3])
+    begins_turns = more_turns.count(bos) > tokens.count(bos)  # as <|im_start|> of SmolLM2
     require_claim(
-        tokens.count(bos) <= 1,
+        tokens[:2].count(bos) < 2 and (begins_turns or tokens.count(bos) <= 1),
         f"a prompt contains {_describe_token(subject, bos)} {tokens.count(bos)} times",
     )
     rendered = subject.encodings.text(CONVERSATIONS["one turn"][:1], add_generation_prompt=True)
     reencoded_tokens = list(subject.tokenizer(rendered)["input_ids"])
     note = ""
-    if reencoded_tokens.count(bos) > 1:
+    if reencoded_tokens.count(bos) > max(1, tokens.count(bos)):
         note = "; a program that encodes the rendered text with special tokens adds a second one"
     return pass_check(
         f"a prompt contains {_describe_token(subject, bos)} {tokens.count(bos)} times{note}"
@@ -288,7 +290,9 @@ TOKEN_CHECKS = (
     ModelCheck(
         "loss_on_answers", "Answers have loss, and questions have none.", question_has_no_loss
     ),
-    ModelCheck("one_beginning", "A prompt has at most one beginning-of-text token.", one_beginning),
+    ModelCheck(
+        "one_beginning", "A prompt begins with at most one beginning-of-text token.", one_beginning
+    ),
     ModelCheck(
         "special_tokens_of_users",
         "The text of a user contains no special tokens.",

@@ -94,7 +94,8 @@ def _find_weight_rules(
     if rules.dtype not in KEPT_CODES:
         return config, rules
     assert run.model is not None, "a plan has a model"
-    files = open_tensors(hub.resolve(str(run.model.name_or_path)))
+    revision = run.model.extra_kwargs.revision
+    files = open_tensors(hub.resolve(str(run.model.name_or_path), revision=revision))
     checked = prepare_module(module, config, files, quantization=rules)
     return checked.config, checked.rules
 
@@ -139,7 +140,8 @@ def _model_config(run: RunConfig, vocab_size: int | None, layout: Mapping[str, b
     changes = {**layout, **{field: value for field, (_, value) in run.config_fields().items()}}
     changes.setdefault("sharding_axis_dims", run.sharding.axis_dims)
     changes.setdefault("sharding_axis_names", run.sharding.axis_names)
-    return hub.read_config(hub.resolve(str(section.name_or_path)), run.task, **changes)
+    directory = hub.resolve(str(section.name_or_path), revision=section.extra_kwargs.revision)
+    return hub.read_config(directory, run.task, **changes)
 
 
 def _create_mesh(

@@ -384,6 +384,7 @@ class EasyDeLBaseConfig(StoredConfig):
         }
         data = {**self.to_dict(), **copies}
         result = type(self).from_dict(data, **changes)
+        result._commit_hash = getattr(self, "_commit_hash", None)  # not in to_dict
         if all(getattr(self, name) == getattr(result, name) for name in _MESH_FIELDS):
             result._own.mesh, result._own.custom = self._own.mesh, self._own.custom
         return result

@@ -83,13 +83,16 @@ _HEADS: Mapping[TaskType | None, tuple[str, tuple[str, ...]]] = {
 }
 
 
-def save_adapter(model: Any, directory: str | Path, *, base: str | None = None) -> None:
+def save_adapter(
+    model: Any, directory: str | Path, *, base: str | None = None, revision: str | None = None
+) -> None:
     """Write the adapter that a model has on its layers; PEFT loads it onto the base model.
 
     Args:
         model: with adapters, from `apply_lora`.
         directory: made if it is not there.
-        base: id or directory of the base model, for `base_model_name_or_path`.
+        base: id, address or directory of the base model, for `base_model_name_or_path`.
+        revision: branch, tag or commit of the base model on the hub.
 
     Raises:
         ConfigError: the model has no adapters, or transformers' model has no place for one.
@@ -139,7 +142,7 @@ def save_adapter(model: Any, directory: str | Path, *, base: str | None = None) 
     module_list = [n for n, matrix in matrices.items() if matrix.parameter is not None]
     module_list += list_modules(model, build_weight_map(model))
     settings = _settings(specs, touched, module_list, base, task_type)
-    settings["modules_to_save"] = modules or None
+    settings |= {"modules_to_save": modules or None, "revision": revision}
     if task_type is None:
         settings["auto_mapping"] = describe_class(model)
     (directory / CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")

@@ -63,8 +63,9 @@ def save_pretrained(
 ) -> None:
     """Write a model, or its adapters; see `EasyBridgeMixin.save_pretrained`."""
     source, target = getattr(model.config, "name_or_path", None), Path(save_directory)
+    revision = getattr(model.config, "_commit_hash", None)
     if tokenizer is None:
-        tokenizer = find_stored_tokenizer(source, target)
+        tokenizer = find_stored_tokenizer(source, target, revision=revision)
     if not has_lora(model):
         carried = model.carried_tensors if whole else None
         save_model(
@@ -76,7 +77,7 @@ def save_pretrained(
             carried=carried,
         )
         if whole and jax.process_index() == 0:
-            copy_companions(source, target)
+            copy_companions(source, target, revision=revision)
         if carried is not None and target.resolve() == Path(carried.directory).resolve():
             model.carried_tensors = carried.move_to(target)
         return
@@ -85,7 +86,7 @@ def save_pretrained(
             "adapters are saved in float32: omit dtype, or merge them first "
             "(unwrap_lora_to_layers) to save a model"
         )
-    save_adapter(model, save_directory, base=model.config.name_or_path or None)
+    save_adapter(model, save_directory, base=source or None, revision=revision)
     if jax.process_index() == 0:
         write_card(Path(save_directory), model, is_adapter=True)
     if tokenizer is not None:

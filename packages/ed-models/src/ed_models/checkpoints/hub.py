@@ -366,7 +366,8 @@ def from_pretrained(
     model_task = getattr(module_class, "model_task", model_task)
     config = read_config(directory, model_task, **changes)
     config = _for_task(config, module_class, task, directory)
-    # Adapters and model cards state their base.
+    # Adapters and model cards state their base, and its revision.
+    config._commit_hash = hub.get("revision")
     local = Path(name_or_path).expanduser()
     if local.exists():
         folder = directory if find_weights_file(directory) is None else local

@@ -213,8 +213,8 @@ def prepare_module(
 
     def draft(config: EasyDeLBaseConfig) -> Draft:
         if rules is None:
-            path = getattr(config, "name_or_path", None)
-            structure = _known_structure(cls, config, path, dtype, param_dtype, precision)
+            source = getattr(config, "name_or_path", None), getattr(config, "_commit_hash", None)
+            structure = _known_structure(cls, config, source, dtype, param_dtype, precision)
         else:
             structure = _structure(cls, config, dtype, param_dtype, precision, rules)
         # The state is filled; the structure is kept for the next load.
@@ -303,7 +303,7 @@ def _structure(
 def _known_structure(
     cls: type,
     config: EasyDeLBaseConfig,
-    name_or_path: str | None,
+    source: tuple[str | None, str | None],
     dtype: DTypeLike,
     param_dtype: DTypeLike,
     precision: jax.lax.PrecisionLike,
@@ -311,7 +311,7 @@ def _known_structure(
     """Return a module without values, which takes half a second for 30 layers.
 
     Args:
-        name_or_path: of `config`, whose equality ignores this field.
+        source: name and revision of `config`, whose equality ignores them.
     """
     return _structure(cls, config, dtype, param_dtype, precision)
 

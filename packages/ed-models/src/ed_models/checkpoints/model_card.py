@@ -9,10 +9,10 @@ from typing import Any
 import yaml
 from ed_infra.enums import TaskType
 from ed_infra.logging import get_logger
-from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
+from ed_infra.package_files import get_source_name
+from huggingface_hub import ModelCard, ModelCardData
 
-from ed_models.checkpoints.saving import Saved
+from ed_models.checkpoints.saving import Saved, find_checkpoint
 
 logger = get_logger(__name__)
 _NAME = "README.md"
@@ -54,7 +54,7 @@ def write_card(directory: Path, model: Saved, *, is_adapter: bool = False) -> No
     """
     config, base = model.config, getattr(model.config, "name_or_path", None) or None
     kind = getattr(config, "model_type", type(model).__name__)
-    license_fields = read_license(base)
+    license_fields = read_license(base, getattr(config, "_commit_hash", None))
     tags = [kind, *(["lora"] if is_adapter else [])]
     data = ModelCardData(
         base_model=base,
@@ -64,7 +64,7 @@ def write_card(directory: Path, model: Saved, *, is_adapter: bool = False) -> No
         **license_fields,
     )
     title = "LoRA adapter" if is_adapter else kind
-    name = Path(base).name if base else None
+    name = get_source_name(base) if base else None
     origin = f" for {name}" if is_adapter and name else f" from {name}" if name else ""
     class_name = getattr(model, "architecture", None) or type(model).__name__
     text = f"# {title}{origin}\n\nClass: `{class_name}`."
@@ -93,19 +93,11 @@ def add_section(
     _write(directory, card.data, "\n\n## ".join([*sections, f"{title}\n\n{body}"]))
 
 
-def read_license(base: str | None) -> dict[str, Any]:
+def read_license(base: str | None, revision: str | None = None) -> dict[str, Any]:
     """Return the fields of the license in the card of a base model; empty without a local card."""
-    if base is None:
+    directory = find_checkpoint(base, revision)
+    if directory is None:
         return {}
-    directory = Path(base).expanduser()
-    if not directory.is_dir():
-        try:
-            cached = try_to_load_from_cache(base, _NAME)
-        except HFValidationError:
-            return {}
-        if not isinstance(cached, str):
-            return {}
-        directory = Path(cached).parent
     card = _read(directory)
     fields = {} if card is None else card.data.to_dict()
     names = ("license", "license_name", "license_link")

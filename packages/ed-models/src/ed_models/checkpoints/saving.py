@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol
 
-import huggingface_hub
 import jax
 import numpy as np
 from ed_infra import parameter_names
@@ -25,10 +24,10 @@ from ed_infra.errors import CheckpointError
 from ed_layers.quantization.qarray import QArray
 from ed_layers.quantization.simulated import Simulated
 from flax import nnx
-from huggingface_hub.errors import HFValidationError
 from jax.typing import DTypeLike
 
 from ed_models.checkpoints.carried import CarriedTensors
+from ed_models.checkpoints.hub import resolve
 from ed_models.checkpoints.loading import weight_map
 from ed_models.checkpoints.quantized_tensors import get_matrix_parts, quantization_settings
 from ed_models.checkpoints.tensor_files import TensorFiles
@@ -116,14 +115,14 @@ def _copy_file(file: Path, target: Path) -> None:
     shutil.copyfile(file, target)
 
 
-def copy_companions(source: str | None, target: Path) -> None:
+def copy_companions(source: str | None, target: Path, *, revision: str | None = None) -> None:
     """Copy the further files of a checkpoint that a directory lacks.
 
     Args:
-        source: see `find_stored_tokenizer`.
+        source, revision: see `find_checkpoint`.
         target: directory with a model that was loaded from there.
     """
-    directory = _find_checkpoint(source)
+    directory = find_checkpoint(source, revision)
     if directory is None:
         return
     for file in _find_files(directory, _COMPANIONS):
@@ -132,33 +131,38 @@ def copy_companions(source: str | None, target: Path) -> None:
             _copy_file(file, copy)
 
 
-def find_stored_tokenizer(source: str | None, target: Path) -> StoredTokenizer | None:
+def find_stored_tokenizer(
+    source: str | None, target: Path, *, revision: str | None = None
+) -> StoredTokenizer | None:
     """Return the tokenizer of the checkpoint that a model was loaded from.
 
     Args:
-        source: directory of the checkpoint, or a repository whose files are in the cache.
+        source, revision: see `find_checkpoint`.
         target: directory that the model is saved to.
 
     Returns:
         None if the target has a tokenizer, or the checkpoint has none on this machine.
     """
-    directory = None if find_tokenizer_files(target) else _find_checkpoint(source)
+    directory = None if find_tokenizer_files(target) else find_checkpoint(source, revision)
     if directory is None or not find_tokenizer_files(directory):
         return None
     return StoredTokenizer(directory)
 
 
-def _find_checkpoint(source: str | None) -> Path | None:
-    """Return the directory of a checkpoint; None if it is not on this machine."""
+def find_checkpoint(source: str | None, revision: str | None = None) -> Path | None:
+    """Return the directory with the settings of a checkpoint; None if it is not on this machine.
+
+    Args:
+        source: what `ed_models.checkpoints.hub.resolve` accepts; of a repository, the files in the
+            cache are used.
+        revision: branch, tag or commit of a repository.
+    """
     if not source:
         return None
-    if (directory := Path(source)).is_dir():
-        return directory
     try:
-        file = huggingface_hub.try_to_load_from_cache(source, "config.json")
-    except HFValidationError:
+        return resolve(source, weights=False, revision=revision, local_files_only=True)
+    except CheckpointError:
         return None
-    return Path(file).parent if isinstance(file, str) else None
 
 
 def save_model(
