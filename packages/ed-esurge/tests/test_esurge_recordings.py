@@ -73,7 +73,7 @@ def prompt(engine: eSurge, seed: int, *starts: int) -> tuple[list[int], Any, Any
     sounds = rng.normal(size=(max(1, len(starts)), 6, 16)).astype(np.float32)
     items = engine.loop.runner.items
     assert items is not None
-    found = placed_items(items, {"input_features": sounds}, ids, TOKEN)
+    found = placed_items(items, {"input_features": sounds}, ids, {TOKEN})
     assert [item.start for item in found] == list(starts)
     return ids, {"input_features": sounds[None]} if starts else {}, found
 
@@ -94,5 +94,5 @@ def test_prompts_with_0_1_and_3_recordings_produce_tokens_of_generate(model, eng
 def test_placeholders_without_recordings_are_an_error(engine):
     items = engine.loop.runner.items
     sounds = {"input_features": np.zeros((1, 6, 16), np.float32)}
-    with pytest.raises(ConfigError, match=r"8 placeholder tokens 159, but its items have 4"):
-        placed_items(items, sounds, [TOKEN] * 8, TOKEN)
+    with pytest.raises(ConfigError, match=r"8 placeholder tokens \[159\], but its items have 4"):
+        placed_items(items, sounds, [TOKEN] * 8, {TOKEN})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, cast
 
 from ed_infra.enums import TaskType
@@ -316,7 +316,7 @@ def eos_token_ids(
 
 
 def placed_items(
-    items: EncoderItems, row: ItemArrays, ids: Sequence[int], token: int
+    items: EncoderItems, row: ItemArrays, ids: Sequence[int], tokens: Collection[int]
 ) -> tuple[EncoderInput, ...]:
     """Return the items of a prompt from the arrays of a row of a batch.
 
@@ -324,20 +324,20 @@ def placed_items(
         items: the items of the model.
         row: arrays of the images of the prompt, padded with zeros.
         ids: tokens of the prompt.
-        token: the placeholder token of a feature.
+        tokens: the placeholder tokens of a feature.
 
     Raises:
         ConfigError: the numbers of placeholder tokens and of features differ.
     """
-    places = [place for place, token_id in enumerate(ids) if token_id == token]
+    places = [place for place, token_id in enumerate(ids) if token_id in tokens]
     prompt_items: list[EncoderInput] = []
     first = 0
-    for arrays, length in used_items(items, row, len(places), token):
+    for arrays, length in used_items(items, row, len(places), tokens):
         item = EncoderInput.at(arrays, places[first : first + length])
         if item.gaps != items.gaps(arrays):
             raise ConfigError(
                 f"item {len(prompt_items)} of the prompt has other tokens between its {length} "
-                f"placeholder tokens {token}: use the processor of the checkpoint"
+                f"placeholder tokens {sorted(tokens)}: use the processor of the checkpoint"
             )
         prompt_items.append(item)
         first += length

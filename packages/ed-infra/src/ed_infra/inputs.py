@@ -33,6 +33,9 @@ from ed_infra.sharding.axes import LogicalAxes
 _TOKENS: LogicalAxes = ("batch", "sequence")
 #: Name of the numbers of patches of images along time, height and width, [b, i, 3].
 GRID = "image_grid_thw"
+#: Name of the places of images along time, [b, i]: 0 for an image and for the first frame of a
+#: video, and 1 + the position along time for each further frame, which continues the video.
+TIMES = "image_times"
 #: Names of the heights and widths of images, [b, i, 2], and of their rows and columns of tiles,
 #: [b, i, 2]. Models that omit padding read these arrays.
 SIZES, GRIDS = "image_sizes", "image_grids"
@@ -75,6 +78,7 @@ AXES: Mapping[str, LogicalAxes] = {
     SAMPLING_MASKS: ("batch", "sequence", None),
     "pixel_values": ("batch", None, None, None, None),
     GRID: ("batch", None, None),
+    TIMES: ("batch", None),
     SIZES: ("batch", None, None),
     GRIDS: ("batch", None, None),
     "pixel_attention_mask": ("batch", None, None, None),

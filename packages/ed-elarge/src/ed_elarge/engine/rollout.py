@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from ed_esurge import EngineConfig, SamplingParams, eSurge
@@ -103,8 +103,8 @@ def _items(
     """Return the images of each prompt as inputs of the engine."""
     runner = engine.loop.runner
     assert runner.items is not None, "the trained model reads images"
-    token: int = runner.model.config.image_token_id
+    tokens: tuple[int, ...] = cast(Any, runner.model).placeholder_tokens
     return [
-        placed_items(runner.items, {name: x[row] for name, x in images.items()}, prompt, token)
+        placed_items(runner.items, {name: x[row] for name, x in images.items()}, prompt, tokens)
         for row, prompt in enumerate(prompts)
     ]

@@ -121,7 +121,7 @@ class SlotTables:
         self._rows.set(slot, state_slots=slot, prompt_lens=new.prompt_len, adapter_ids=place)
         self._adjusted[slot] = None
         placed = new.positions
-        self._offsets[slot] = 0 if placed is None else placed.max() + 1 - new.prompt_len
+        self._offsets[slot] = 0 if placed is None else placed[1:].max() + 1 - new.prompt_len
         if isinstance(params, PoolingParams):
             return
         if is_adjusted(params, new.bad_token_ids, new.rules):

@@ -2,8 +2,8 @@
 
 Text tokens count up on all three axes. The features of an image have the position of the image plus
 their place in its grid, and the text after an image continues after its last row or column.
-Positions of text without images are ordinary positions. The numbers are those of `get_rope_index`
-of transformers.
+Positions of text without images are ordinary positions. The frames of a video have the position of
+the video plus their time. The numbers are those of `get_rope_index` of transformers.
 
 Shapes: `b` rows, `s` tokens, `i` images of a row.
 """
@@ -19,7 +19,9 @@ import numpy as np
 _ArrayT = TypeVar("_ArrayT", jax.Array, np.ndarray)
 
 
-def grid_positions(placeholders: _ArrayT, segment_ids: _ArrayT, grids: _ArrayT) -> _ArrayT:
+def grid_positions(
+    placeholders: _ArrayT, segment_ids: _ArrayT, grids: _ArrayT, times: _ArrayT | None = None
+) -> _ArrayT:
     """Return the positions of tokens along time, height and width: int32 [3, b, s].
 
     Numpy arrays result in numpy arrays, without a device. The k-th placeholder of a row belongs to
@@ -31,27 +33,38 @@ def grid_positions(placeholders: _ArrayT, segment_ids: _ArrayT, grids: _ArrayT) 
             in each document; those of padding are 0.
         grids: int [b, i, 3], number of features of each image along time, height and width, in the
             order of the images; zeros for missing images.
+        times: int [b, i], 1 + the position along time of each frame that continues the video of
+            the frame before it, and 0 for other images; None = no image continues a video.
     """
     xp: Any = np if isinstance(placeholders, np.ndarray) else jnp
     sizes = grids.astype(np.int32)
     counts = xp.prod(sizes, axis=2)
     ends = xp.cumsum(counts, axis=1, dtype=np.int32)
     starts = ends - counts
-    spans = xp.cumsum(xp.max(sizes[..., 1:], axis=2) * (counts > 0), axis=1, dtype=np.int32)
+    extents = xp.max(sizes[..., 1:], axis=2) * (counts > 0)
+    begins_item = xp.ones_like(counts) if times is None else (times == 0).astype(np.int32)
+    spans = xp.cumsum(extents * begins_item, axis=1, dtype=np.int32)
     spans = xp.pad(spans, ((0, 0), (1, 0)))
 
     preceding_count = xp.cumsum(placeholders, axis=1, dtype=np.int32) - placeholders
     passed = xp.sum(ends[:, None, :] <= preceding_count[:, :, None], axis=2)
     image = xp.minimum(passed, counts.shape[1] - 1)
     text = (segment_ids != 0) & ~placeholders
-    base = (
-        xp.cumsum(text, axis=1, dtype=np.int32) - text + xp.take_along_axis(spans, passed, axis=1)
+    # The span of a video includes that of its first frame, whose extent all of its frames have.
+    spans_before = xp.where(
+        placeholders,
+        xp.take_along_axis(spans, image + 1, axis=1) - xp.take_along_axis(extents, image, axis=1),
+        xp.take_along_axis(spans, passed, axis=1),
     )
+    base = xp.cumsum(text, axis=1, dtype=np.int32) - text + spans_before
 
     within = preceding_count - xp.take_along_axis(starts, image, axis=1)
     size = xp.take_along_axis(sizes, image[:, :, None], axis=1)
     h, w = (xp.maximum(size[..., axis], 1) for axis in (1, 2))
-    place = xp.stack([within // (h * w), within // w % h, within % w])
+    time = within // (h * w)
+    if times is not None:
+        time = time + xp.maximum(xp.take_along_axis(times, image, axis=1) - 1, 0)
+    place = xp.stack([time, within // w % h, within % w])
     positions = base + xp.where(placeholders, place, 0)
 
     reached = _running_maximum(segment_ids)

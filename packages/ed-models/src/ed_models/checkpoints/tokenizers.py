@@ -138,6 +138,7 @@ def load_processor(
 
     kind = _without_torchvision(name, revision) or AutoProcessor
     processor = _load(kind, "processor", name, revision, trust_remote_code)
+    _add_videos(processor, name, revision)
     if not hasattr(processor, part):
         raise CheckpointError(
             f"{name!r} has a tokenizer, but no {part.replace('_', ' ')}: add the files that "
@@ -146,12 +147,32 @@ def load_processor(
     return processor
 
 
+def _add_videos(processor: ProcessorMixin, name: str, revision: str | None) -> None:
+    """Set the video processor of this package, if it has one for the class of a processor.
+
+    A checkpoint without settings of videos has patches of the size of those of its images.
+    """
+    if not hasattr(processor, "image_processor"):
+        return
+    from ed_models.checkpoints.video_processor import VIDEO_PROCESSORS
+
+    kind = VIDEO_PROCESSORS.get(type(processor).__name__)
+    if kind is not None:
+        try:
+            video_processor = _load(kind, "video processor", name, revision, False)
+        except CheckpointError:
+            images = vars(processor)["image_processor"]
+            sizes = ("patch_size", "merge_size", "temporal_patch_size")
+            video_processor = kind(**{size: getattr(images, size) for size in sizes})
+        setattr(processor, _VIDEOS, video_processor)
+
+
 def _without_torchvision(name: str, revision: str | None) -> type[Any] | None:
     """Return the class of a processor that `transformers` would create with torchvision.
 
     `transformers` reads videos with torchvision, so a processor of images, text and videos is
-    created without its videos. The processors of Pixtral, Kimi K2.5 and Command A Vision are those
-    of this package.
+    created without its videos; `load_processor` then adds those of this package. The processors of
+    Pixtral, Kimi K2.5 and Command A Vision are those of this package.
 
     Returns:
         None if torchvision is installed, or if the processor does not need it.

@@ -37,6 +37,7 @@ from ed_models.conformance.patched_images import (
 from ed_models.conformance.subjects import B, Cases, S, Subject
 from ed_models.modalities.images import GRID_TILES, PATCHES, PLACES, RASTER_PATCHES
 from ed_models.modalities.items import Modality
+from ed_models.modalities.videos import FRAMES, TIMED_FRAMES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -426,6 +427,8 @@ SUBJECTS: Mapping[TaskType, type[Subject]] = {
 #: Layout of images -> the subject, instead of that of the task.
 FURTHER: Mapping[Modality | None, type[Subject]] = {
     PATCHES: PatchedImageTextSubject,
+    FRAMES: PatchedImageTextSubject,
+    TIMED_FRAMES: PatchedImageTextSubject,
     RASTER_PATCHES: RasterImageTextSubject,
     PLACES: PlacedImageTextSubject,
     GRID_TILES: TileGridSubject,

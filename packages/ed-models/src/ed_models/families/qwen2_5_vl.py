@@ -22,7 +22,7 @@ from ed_models.body.image_text import PatchedImageTextModel
 from ed_models.body.layers import DecoderLayer, get_layer_window
 from ed_models.body.patch_tower import PatchTower, windowed_tower
 from ed_models.body.patch_weights import MERGER, PATCH_MODULES, PATCH_NAMES, patch_weights
-from ed_models.modalities.images import PATCHES
+from ed_models.modalities.videos import TIMED_FRAMES
 from ed_models.tasks.causal_lm import CausalLM
 from ed_models.tasks.conditional import ConditionalLM
 from ed_models.weights.rules import NESTED_TIED
@@ -88,7 +88,7 @@ class Qwen2_5_VLForConditionalGeneration(ConditionalLM):
     """Qwen2.5-VL with a language-model head."""
 
     body_class = Qwen2_5_VLModel
-    modality = PATCHES
+    modality = TIMED_FRAMES
     TIED_WEIGHTS = NESTED_TIED
     OTHER_NAMES = PATCH_NAMES
     MODULES = PATCH_MODULES

@@ -26,7 +26,7 @@ from ed_models.body.image_text import PatchedImageTextModel
 from ed_models.body.layers import DecoderLayer, get_layer_window
 from ed_models.body.patch_tower import PatchLayer, PatchTower
 from ed_models.body.patch_weights import MERGER, PATCH_MODULES, PATCH_NAMES, patch_weights
-from ed_models.modalities.images import PATCHES
+from ed_models.modalities.videos import TIMED_FRAMES
 from ed_models.tasks.causal_lm import CausalLM
 from ed_models.tasks.conditional import ConditionalLM
 from ed_models.weights.rules import NESTED_TIED
@@ -108,7 +108,7 @@ class Qwen2VLForConditionalGeneration(ConditionalLM):
     """Qwen2-VL with a language-model head."""
 
     body_class = Qwen2VLModel
-    modality = PATCHES
+    modality = TIMED_FRAMES
     TIED_WEIGHTS = NESTED_TIED
     OTHER_NAMES = PATCH_NAMES
     MODULES = PATCH_MODULES

@@ -26,7 +26,7 @@ from ed_models.body.image_text import PatchedImageTextModel
 from ed_models.body.joined_experts import locate_experts, separate_experts
 from ed_models.body.patch_tower import PatchTower, deep_tower
 from ed_models.body.patch_weights import NESTED, NESTED_NAMES, patch_weights
-from ed_models.modalities.images import PATCHES
+from ed_models.modalities.videos import FRAMES
 from ed_models.tasks.causal_lm import CausalLM
 from ed_models.tasks.conditional import ConditionalLM
 from ed_models.weights.rules import NESTED_TIED, carry
@@ -91,7 +91,7 @@ class Qwen3_5MoeForConditionalGeneration(ConditionalLM):
     """Qwen3.5 with experts and a language-model head."""
 
     body_class = Qwen3_5MoeModel
-    modality = PATCHES
+    modality = FRAMES
     TIED_WEIGHTS = NESTED_TIED
     WEIGHTS = patch_weights(NESTED_NAMES, text=SPLIT_DELTA_EXPERTS, stored=NESTED)
     as_published = staticmethod(separate_experts)

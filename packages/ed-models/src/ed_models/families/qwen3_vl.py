@@ -24,7 +24,7 @@ from ed_models.body.image_text import PatchedImageTextModel
 from ed_models.body.layers import AddingLayer
 from ed_models.body.patch_tower import PatchTower, deep_tower
 from ed_models.body.patch_weights import NESTED, NESTED_NAMES, patch_weights
-from ed_models.modalities.images import PATCHES
+from ed_models.modalities.videos import FRAMES
 from ed_models.tasks.causal_lm import CausalLM
 from ed_models.tasks.conditional import ConditionalLM
 from ed_models.weights.rules import NESTED_TIED
@@ -90,6 +90,6 @@ class Qwen3VLForConditionalGeneration(ConditionalLM):
     """Qwen3-VL with a language-model head."""
 
     body_class = Qwen3VLModel
-    modality = PATCHES
+    modality = FRAMES
     TIED_WEIGHTS = NESTED_TIED
     WEIGHTS = patch_weights(NESTED_NAMES, stored=NESTED)

@@ -32,7 +32,7 @@ from ed_models.body.layers import AddingLayer
 from ed_models.body.patch_tower import PatchTower, deep_tower
 from ed_models.body.patch_weights import NESTED, NESTED_NAMES, patch_weights
 from ed_models.checkpoints.tensor_files import Computed, Index, TensorFiles
-from ed_models.modalities.images import PATCHES
+from ed_models.modalities.videos import FRAMES
 from ed_models.tasks.causal_lm import CausalLM
 from ed_models.tasks.conditional import ConditionalLM
 from ed_models.weights.blocks import Shape
@@ -146,7 +146,7 @@ class Qwen3VLMoeForConditionalGeneration(ConditionalLM):
     """Qwen3-VL-MoE with a language-model head."""
 
     body_class = Qwen3VLMoeModel
-    modality = PATCHES
+    modality = FRAMES
     TIED_WEIGHTS = NESTED_TIED
     WEIGHTS = patch_weights(NESTED_NAMES, text=_TEXT_WEIGHTS, stored=NESTED)
     as_published = staticmethod(turned_experts)

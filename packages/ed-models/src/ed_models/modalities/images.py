@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 from ed_infra.errors import ConfigError
-from ed_infra.inputs import COUNTS, GRID, GRIDS, IMAGE_FEATURES, POSITIONS, SIZES
+from ed_infra.inputs import COUNTS, GRID, GRIDS, IMAGE_FEATURES, POSITIONS, SIZES, TIMES
 from ed_infra.rope.grids import grid_positions
 from jaxtyping import Bool, Float, Int
 
@@ -79,7 +79,8 @@ class FixedImages(FixedItems):
 class PackedImages(EncoderItems):
     """Packed patches `pixel_values` [p, f] with `image_grid_thw` [3] of images of any size.
 
-    The patches are padded to a power of two of features, so few programs are compiled.
+    A frame of a video is an image, which may have its place along time, `image_times`. The patches
+    are padded to a power of two of features, so few programs are compiled.
     """
 
     names = ("pixel_values", GRID)
@@ -140,10 +141,12 @@ class PackedImages(EncoderItems):
     def split_items(self, row: ItemArrays) -> Iterator[tuple[ItemArrays, int]]:
         """See `EncoderItems.split_items`."""
         first = 0
-        for grid in row[GRID]:
+        for number, grid in enumerate(row[GRID]):
             last = first + int(grid.prod())
             if last > first:
                 arrays = {"pixel_values": row["pixel_values"][first:last], GRID: grid}
+                if TIMES in row:
+                    arrays[TIMES] = row[TIMES][number]
                 yield arrays, int(feature_counts(grid, self.merge))
             first = last
 
@@ -156,13 +159,22 @@ class PackedImages(EncoderItems):
             placeholders[0, item.start : item.start + item.length] = True
         grids = np.stack([np.asarray(item.arrays[GRID]) for item in items])
         grids = grids // np.array([1, self.merge, self.merge])
-        return grid_positions(placeholders, np.ones((1, count), np.int32), grids[None])[:, 0]
+        times = np.array([int(item.arrays.get(TIMES, 0)) for item in items], np.int32)
+        segments = np.ones((1, count), np.int32)
+        return grid_positions(placeholders, segments, grids[None], times[None])[:, 0]
 
     def batch_rows(
         self, placeholders: Bool[np.ndarray, "b s"], arrays: Mapping[str, Any]
     ) -> Mapping[str, Any]:
         """See `EncoderItems.batch_rows`."""
-        return rows_of_images(placeholders, pack_patches(arrays, self._form), self.merge)
+        packed_arrays = pack_patches(arrays, self._form)
+        times, grids = packed_arrays.pop(TIMES, None), packed_arrays.get(GRID)
+        rows = rows_of_images(placeholders, packed_arrays, self.merge)
+        if times is not None and grids is not None:
+            is_image = rows[GRID].prod(axis=2) > 0
+            rows[TIMES] = np.zeros(is_image.shape, np.int32)
+            rows[TIMES][is_image] = np.asarray(times)[np.asarray(grids).prod(axis=-1) > 0]
+        return rows
 
 
 class TiledImages(EncoderItems):

@@ -6,7 +6,7 @@ Legend: b rows, s tokens of a prompt.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -138,6 +138,8 @@ class Modality(NamedTuple):
         features: array of outputs of the encoder, which a call accepts instead of media.
         convertible: further arrays of processors of transformers, which `batch_rows` converts.
         unread: arrays of these processors that describe tokens or rows, and that no call reads.
+        video_token: field of the configuration with the id of the placeholder token of a feature
+            of a video; None = the model reads no videos.
     """
 
     name: str
@@ -148,6 +150,7 @@ class Modality(NamedTuple):
     features: str | None = None
     convertible: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    video_token: str | None = None
 
     @property
     def main_names(self) -> tuple[str, ...]:
@@ -230,7 +233,7 @@ class FixedItems(EncoderItems):
 
 
 def used_items(
-    items: EncoderItems, row: ItemArrays, count: int, token: int
+    items: EncoderItems, row: ItemArrays, count: int, tokens: Collection[int]
 ) -> list[tuple[ItemArrays, int]]:
     """Return the items of a row of a batch, and the numbers of their features.
 
@@ -238,7 +241,7 @@ def used_items(
         items: the items of the model.
         row: arrays of the items, padded with zeros.
         count: number of placeholder tokens of the row; items after them are padding.
-        token: the placeholder token, for the message.
+        tokens: the placeholder tokens, for the message.
 
     Raises:
         ConfigError: the numbers of placeholder tokens and of features differ.
@@ -252,8 +255,8 @@ def used_items(
         used += length
     if used != count:
         raise ConfigError(
-            f"a row has {count} placeholder tokens {token}, but its items have {used} features: "
-            "use the processor of the checkpoint"
+            f"a row has {count} placeholder tokens {sorted(tokens)}, but its items have {used} "
+            "features: use the processor of the checkpoint"
         )
     return real_items
 

@@ -1,4 +1,4 @@
-"""Language models that read images or recordings besides text.
+"""Language models that read images, videos or recordings besides text.
 
 Legend: b rows, s positions, i images of a row, n features of a row, d hidden.
 """
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
-from ed_infra.inputs import GRID, SIZES, Encoded, Features, Inputs
+from ed_infra.inputs import GRID, SIZES, TIMES, Encoded, Features, Inputs
 from ed_infra.outputs import CausalLMOutput
 from ed_infra.rope.grids import grid_positions
 from ed_layers.cache.protocol import ContiguousCache
@@ -24,6 +24,7 @@ from ed_models.body.ahead import ahead_in_image, ahead_in_prompt
 from ed_models.body.packed_images import PatchForm
 from ed_models.modalities.audio import RecordingForm
 from ed_models.modalities.items import Modality, build_encoder_items
+from ed_models.modalities.videos import insert_frames
 from ed_models.tasks.causal_lm import CausalLM
 
 
@@ -50,9 +51,10 @@ class ConditionalLM(CausalLM):
         cls.input_names = (*CausalLM.input_names, *media, *types)
 
     @property
-    def placeholder_token(self) -> int:
-        """Id of the placeholder token of a feature."""
-        return getattr(self.config, self.modality.token)
+    def placeholder_tokens(self) -> tuple[int, ...]:
+        """Ids of the placeholder tokens of a feature: of an image or recording, and of a video."""
+        fields = self.modality.token, self.modality.video_token
+        return tuple(getattr(self.config, field) for field in fields if field is not None)
 
     @property
     def patch_form(self) -> PatchForm | None:
@@ -73,9 +75,10 @@ class ConditionalLM(CausalLM):
 
         A processor of transformers returns the images of all prompts in one array.
         """
-        items = build_encoder_items(self)
+        items, ids = build_encoder_items(self), np.asarray(input_ids)
         assert items is not None, "the model has a modality"
-        return items.batch_rows(np.asarray(input_ids) == self.placeholder_token, arrays)
+        arrays = insert_frames(self, ids, arrays)
+        return items.batch_rows(np.isin(ids, self.placeholder_tokens), arrays)
 
     def _batch_media(
         self, input_ids: Int[Array, "b s"] | None, arrays: Mapping[str, Array]
@@ -122,11 +125,12 @@ class ConditionalLM(CausalLM):
                 each row, padded with zeros; and further arguments of `CausalLM.__call__`.
         """
         modality, form = self.modality, self.patch_form
-        arrays = {name: inputs.pop(name, None) for name in modality.call_names}
+        names = *modality.call_names, *modality.convertible
+        arrays = {name: inputs.pop(name, None) for name in names}
         arrays = {name: array for name, array in arrays.items() if array is not None}
-        has_media = features is None and not arrays.keys().isdisjoint(modality.main_names)
-        if has_media and _is_processor_form(arrays):
+        if features is None and self._is_processor_form(arrays):
             arrays = self._batch_media(input_ids, arrays)
+        has_media = features is None and not arrays.keys().isdisjoint(modality.main_names)
         # Side of the blocks of patches of images whose tokens have axes.
         merge = form.merge if form is not None and form.has_axes else None
         if has_media and merge is not None and GRID not in arrays:
@@ -139,7 +143,7 @@ class ConditionalLM(CausalLM):
             placeholders = self._find_placeholders(input_ids)
             segments = _get_segment_ids(placeholders, inputs)
             grids = jnp.asarray(arrays[GRID]) // np.asarray([1, merge, merge], np.int32)
-            position_ids = grid_positions(placeholders, segments, grids)
+            position_ids = grid_positions(placeholders, segments, grids, arrays.get(TIMES))
             cache = inputs.get("past_key_values")
             if cache is not None and inputs.get("ragged") is None:
                 position_ids, offsets = _continue_positions(cache, position_ids, segments)
@@ -162,7 +166,17 @@ class ConditionalLM(CausalLM):
             raise ConfigError(
                 f"{self.modality.noun} require input_ids, which contain the placeholder tokens"
             )
-        return jnp.asarray(input_ids) == self.placeholder_token
+        return jnp.isin(jnp.asarray(input_ids), np.asarray(self.placeholder_tokens))
+
+    def _is_processor_form(self, arrays: Mapping[str, Array]) -> bool:
+        """Return whether arrays are those of a processor: pixels are [i, c, h, w] or [p, f], tiles
+        have image_sizes [i, 2], or there are videos."""
+        pixels, sizes = arrays.get("pixel_values"), arrays.get(SIZES)
+        if self.modality.video_token is not None and self.modality.convertible[0] in arrays:
+            return True
+        return pixels is not None and (
+            pixels.ndim in (2, 4) or (sizes is not None and sizes.ndim == 2)
+        )
 
     def _assign_features(
         self, placeholders: Bool[Array, "b s"], arrays: dict[str, jax.Array]
@@ -194,12 +208,7 @@ def _continue_positions(
     assert tokens is not None, "a contiguous cache counts the tokens of its rows"
     first_positions = tokens if cache.offsets is None else tokens + cache.offsets
     positions = positions + first_positions[:, None]
-    following = jnp.max(jnp.where(segments != 0, positions, -1), axis=(0, 2)) + 1
+    # The text after a video follows its rows and columns, not its time.
+    following = jnp.max(jnp.where(segments != 0, positions[1:], -1), axis=(0, 2)) + 1
     offsets = following - tokens - jnp.count_nonzero(segments, axis=1)
     return positions, offsets.astype(jnp.int32)
-
-
-def _is_processor_form(arrays: Mapping[str, Array]) -> bool:
-    """Return whether pixels are [i, c, h, w], [p, f], or tiles whose image_sizes are [i, 2]."""
-    pixels, sizes = arrays.get("pixel_values"), arrays.get(SIZES)
-    return pixels is not None and (pixels.ndim in (2, 4) or (sizes is not None and sizes.ndim == 2))

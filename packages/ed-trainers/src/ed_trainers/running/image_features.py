@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from ed_infra.content import content_key
 from ed_infra.errors import ConfigError
-from ed_infra.inputs import GRID, IMAGE_FEATURES, Inputs
+from ed_infra.inputs import GRID, IMAGE_FEATURES, TIMES, Inputs
 from ed_infra.parameter_names import normalize_parameter_name
 from ed_layers.updated import Updated
 from ed_models.modalities.items import (
@@ -111,9 +111,10 @@ class ImageFeatures:
         modality = get_modality(model)
         assert items is not None, "the model reads images"
         assert modality is not None, "the model reads images"
-        self._items, self._token = items, cast(int, config.image_token_id)
-        # The numbers of patches determine the positions of tokens.
-        self._dropped = {*modality.names, *modality.convertible} - {GRID}
+        self._items = items
+        self._tokens = cast(Any, model).placeholder_tokens
+        # The numbers of patches and the times of frames determine the positions of tokens.
+        self._dropped = {*modality.names, *modality.convertible} - {GRID, TIMES}
         self._weights, self._cache, self.encoded = weights, ByteCache(most), 0
         self._encode = jax.jit(lambda values, inputs: self._embeddings(values, inputs))
         self._graphdef = state.graphdef
@@ -155,7 +156,7 @@ class ImageFeatures:
 
     def _rows(self, tokens: np.ndarray, images: ItemArrays) -> list[list[ImageArray]]:
         """Return the features of each image of each row. New images are encoded."""
-        counts = np.sum(tokens == self._token, axis=1)
+        counts = np.sum(np.isin(tokens, self._tokens), axis=1)
         rows: list[list[tuple[bytes, int]]] = []
         features_by_key: dict[bytes, np.ndarray] = {}
         coming: dict[bytes, jax.Array] = {}
@@ -163,7 +164,7 @@ class ImageFeatures:
         for number, count in enumerate(counts.tolist()):
             row = {name: array[number] for name, array in images.items()}
             rows.append([])
-            for arrays, length in used_items(self._items, row, count, self._token):
+            for arrays, length in used_items(self._items, row, count, self._tokens):
                 key = content_key(arrays, length)
                 rows[-1].append((key, length))
                 if key in features_by_key or key in coming:
