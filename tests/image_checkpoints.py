@@ -8,12 +8,13 @@ from typing import Any
 from ed_esurge.testing import byte_tokenizer
 from ed_models.auto import AutoEasyDeLConfig, AutoEasyDeLModelForImageTextToText
 
-from tests.image_processors import GRIDS, PATCHED, PROCESSORS, ROWS
+from tests.image_processors import GRIDS, PATCHED, PROCESSORS, ROWS, VIDEOS
 
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>\n"
     "{% for part in message.content %}"
-    "{% if part.type == 'image' %}IMAGE{% else %}{{ part.text }}{% endif %}"
+    "{% if part.type == 'image' %}IMAGE{% elif part.type == 'video' %}<|video_pad|>"
+    "{% else %}{{ part.text }}{% endif %}"
     "{% endfor %}{% endfor %}<|assistant|>"
 )
 TEXT = {
@@ -124,6 +125,26 @@ def qwen3_vl_moe(own: Any) -> dict[str, Any]:
     return {**fields, "text_config": text, "vision_config": vision}
 
 
+def qwen2_5_vl(own: Any) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    vision = {**PATCHES, "window_size": 16, "fullatt_block_indexes": [1], "tokens_per_second": 2}
+    return {**qwen_tokens(own), "text_config": {"rope_parameters": rope}, "vision_config": vision}
+
+
+def qwen3_vl(own: Any) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    text = {"rope_parameters": rope, "head_dim": 8}
+    vision = {**PATCHES, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    return {**qwen_tokens(own), "text_config": text, "vision_config": vision}
+
+
+def qwen_tokens(own: Any) -> dict[str, Any]:
+    """Return the ids of the tokens of images and videos."""
+    names = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
+    names |= {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
+    return {field: own.convert_tokens_to_ids(name) for field, name in names.items()}
+
+
 def kimi_k25(own: Any) -> dict[str, Any]:
     text = {
         "model_type": "deepseek_v3",
@@ -222,12 +243,14 @@ FAMILIES = {
     "lighton_ocr": lighton_ocr,
     "kimi_k25": kimi_k25,
     "gemma4": gemma4,
+    "qwen2_5_vl": qwen2_5_vl,
+    "qwen3_vl": qwen3_vl,
 }
 
 
 def save_checkpoint(name: str, path: Path, seed: int = 5) -> Any:
     """Save a random model and its processor, and return the processor."""
-    processor = {**PROCESSORS, **PATCHED, **ROWS}[name](with_tokens)
+    processor = {**PROCESSORS, **PATCHED, **ROWS, **VIDEOS}[name](with_tokens)
     fields = FAMILIES[name](processor.tokenizer)
     text = {**TEXT, **fields.pop("text_config"), "vocab_size": len(processor.tokenizer)}
     config = AutoEasyDeLConfig.for_model(

@@ -161,6 +161,30 @@ def qwen3_vl_moe(with_tokens: Tokens) -> Any:
     return kind(images, own, chat_template=own.chat_template)
 
 
+def qwen_videos(with_tokens: Tokens, kind: str, **settings: object) -> Any:
+    """Return a processor of images and videos, whose frames have at most 16 features."""
+    import transformers
+    from ed_models.checkpoints.video_processor import VIDEO_PROCESSORS
+
+    names = ["<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
+    own = with_tokens("<|image_pad|>", *names)
+    images = patches(transformers.Qwen2VLImageProcessorPil)
+    processor = without_videos(getattr(transformers, kind))(
+        images, own, chat_template=own.chat_template
+    )
+    size = {"shortest_edge": 64, "longest_edge": 1024}
+    processor.video_processor = VIDEO_PROCESSORS[kind](patch_size=4, size=size, **settings)
+    return processor
+
+
+def qwen2_5_vl(with_tokens: Tokens) -> Any:
+    return qwen_videos(with_tokens, "Qwen2_5_VLProcessor")
+
+
+def qwen3_vl(with_tokens: Tokens) -> Any:
+    return qwen_videos(with_tokens, "Qwen3VLProcessor")
+
+
 def gemma4(with_tokens: Tokens) -> Any:
     """Return a processor whose images have at most 70 features of 8 x 8 pixels."""
     import transformers
@@ -288,5 +312,7 @@ PATCHED: Mapping[str, Callable[[Tokens], Any]] = {
     "exaone4_5": exaone4_5,
     "lighton_ocr": lighton_ocr,
 }
+#: Processors that also read videos.
+VIDEOS: Mapping[str, Callable[[Tokens], Any]] = {"qwen2_5_vl": qwen2_5_vl, "qwen3_vl": qwen3_vl}
 #: Processors that write a token after each row of features.
 ROWS: Mapping[str, Callable[[Tokens], Any]] = {"mistral3": mistral3, "llava": llava}

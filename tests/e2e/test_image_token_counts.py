@@ -163,7 +163,7 @@ def test_images_of_a_batch_become_items_of_the_engine(name: str) -> None:
         ]
         ids = [token for image in images for token in (5, *loader.tokens(image).ids)]
         batch = loader.arrays({0: images}, 1, loader.width([images]))
-        items = placed_items(engine, {n: x[0] for n, x in batch.items()}, ids, loader.feature)
+        items = placed_items(engine, {n: x[0] for n, x in batch.items()}, ids, {loader.feature})
         assert [tuple(item.arrays["image_sizes"]) for item in items] == own
         assert not any(map(engine.check, items))
         grid = [engine.pad_item(item.arrays)["image_grids"] for item in items]

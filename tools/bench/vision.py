@@ -189,7 +189,7 @@ class Ours:
 
         items = self.engine.loop.runner.items
         assert items is not None, "the model reads images"
-        placed = placed_items(items, arrays, ids.tolist(), IMAGE)
+        placed = placed_items(items, arrays, ids.tolist(), {IMAGE})
         (out,) = self.engine.generate([ids.tolist()], [self.params], encoder_inputs=[placed])
         return out.outputs[0].token_ids[0]
 

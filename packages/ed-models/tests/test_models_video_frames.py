@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from ed_models.checkpoints.video_processor import (
     Qwen3VLVideoProcessor,
 )
 
+from tests.video_files import write_gif, write_video
 from tests.video_reference import load_video_processor
 
 PROCESSORS = (Qwen2VLVideoProcessor, Qwen3VLVideoProcessor)
@@ -88,15 +88,6 @@ def test_patches_of_frames_equal_transformers(kind: Any) -> None:
     np.testing.assert_allclose(arrays["pixel_values_videos"], patches.numpy(), atol=level)
 
 
-def write_gif(frames: np.ndarray, milliseconds: int) -> bytes:
-    from PIL import Image
-
-    first, *others = (Image.fromarray(frame) for frame in frames)
-    file = io.BytesIO()
-    first.save(file, "GIF", save_all=True, append_images=others, duration=milliseconds)
-    return file.getvalue()
-
-
 SAMPLING = Sampling(whole=True, fps=2, shortest_edge=1024, longest_edge=65536, patch_size=4)
 
 
@@ -117,18 +108,13 @@ def test_gif_folder_and_list_contain_the_same_frames(tmp_path: Path) -> None:
     assert folder.frames[:, 0, 0, 0].tolist() == [0, 40, 80, 120, 160]
 
 
+#: Levels of frames, [n, 1, 1, 1].
+LEVELS = np.arange(0, 240, 8, np.uint8)[:, None, None, None]
+
+
 def test_video_file_is_sampled_at_two_frames_per_second(tmp_path: Path) -> None:
-    av = pytest.importorskip("av")
     path = tmp_path / "clip.mp4"
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("mpeg4", rate=10)
-        stream.width, stream.height = 64, 48
-        for level in range(0, 240, 8):
-            frame = av.VideoFrame.from_ndarray(np.full((48, 64, 3), level, np.uint8), "rgb24")
-            for packet in stream.encode(frame):
-                container.mux(packet)
-        for packet in stream.encode():
-            container.mux(packet)
+    path.write_bytes(write_video(np.full((48, 64, 3), 1, np.uint8) * LEVELS))
     clip = read_clip(path, SAMPLING)
     assert (clip.facts.frames, clip.facts.fps) == (30, 10.0)
     assert clip.indices == [0, 6, 12, 17, 23, 29]

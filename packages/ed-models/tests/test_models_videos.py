@@ -11,8 +11,8 @@ import pytest
 from ed_infra.errors import ConfigError
 from ed_infra.rope.grids import grid_positions
 from ed_infra.testing import require_torch
+from ed_models.checkpoints.clips import compute_times
 from ed_models.modalities.items import build_encoder_items, used_items
-from ed_models.modalities.videos import compute_times
 
 from tests.conformance.cases import subjects
 

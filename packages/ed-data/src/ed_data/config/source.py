@@ -136,7 +136,8 @@ class Inform(DataOptions):
     list of token ids. Rows with chats may have the fields `tools` (a list of JSON schemas, or its
     JSON text) and `chat_template_kwargs` (a mapping), which are arguments of the chat template. The
     image parts of messages (`{"type": "image"}`) refer to the images in the field `images` or
-    `image`, or in `image_field`, in order. The recording parts (`{"type": "audio"}`) refer to the
+    `image`, or in `image_field`, in order. The video parts (`{"type": "video"}`) refer to the
+    videos in the field `videos` or `video`. The recording parts (`{"type": "audio"}`) refer to the
     recordings in the field `audios` or `audio`, or in `audio_field`.
     """
 

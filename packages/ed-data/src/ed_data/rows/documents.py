@@ -23,11 +23,12 @@ from ed_data.rows.contents import (
     separate_prompt,
     split_pair,
 )
-from ed_data.rows.example import Example, RowAudio, RowImage, image_key
+from ed_data.rows.example import Example, RowAudio, RowImage, RowVideo, image_key
 from ed_data.rows.formats import FORMAT_FIELDS, ROW_FORMATS, convert_row, detect_format
 from ed_data.rows.images import ImageReader
 from ed_data.rows.media_files import MediaFolder
 from ed_data.rows.template import template_arguments
+from ed_data.rows.videos import read_videos
 from ed_data.schema import (
     IMAGE,
     OPTIONAL_FIELDS,
@@ -392,6 +393,9 @@ class Documents:
             fields, images = self._images.read_row(row, fields, folder, location)
         if self.schema.kind.has_image:
             fields = self._with_key(fields, images, location)
+        visuals: list[RowImage | RowVideo] = [*images]
+        if is_chat:
+            fields, visuals = read_videos(row, fields, images, self._folder(shard), location)
         recordings: list[RowAudio] = []
         if self.schema.kind.has_audio:
             audio = self._audio.read_recording(row, self._folder(shard), location)
@@ -409,7 +413,7 @@ class Documents:
         if is_chat and self.tools:
             template.setdefault(TOOLS, list(self.tools))
         values = self._values(row, fields, location)
-        return Example(fields, extra, place, values, tuple(images), template, tuple(recordings))
+        return Example(fields, extra, place, values, tuple(visuals), template, tuple(recordings))
 
     def _with_key(
         self, fields: dict[str, Content], images: list[RowImage], location: str

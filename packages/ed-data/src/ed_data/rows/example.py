@@ -37,7 +37,19 @@ class RowAudio(NamedTuple):
     location: str
 
 
-RowMedium: TypeAlias = RowImage | RowAudio
+class RowVideo(NamedTuple):
+    """A video of a row.
+
+    Attributes:
+        source: path, bytes, or a list of pictures.
+        location: inform, file, row and number of the video, for messages.
+    """
+
+    source: Image | list[Image]
+    location: str
+
+
+RowMedium: TypeAlias = RowImage | RowVideo | RowAudio
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +61,7 @@ class Example:
         extra: the row's `additional_fields`.
         place: file and line (or row) of the document, for messages.
         values: the numbers, in the order of `Schema.values`.
-        images: in the order of their placeholders in the fields.
+        images: images and videos, in the order of their placeholders in the fields.
         template: arguments of the chat template; see `ed_data.rows.template`.
         recordings: in the order of their placeholders, or the one whose transcript is a field.
     """
@@ -58,7 +70,7 @@ class Example:
     extra: Row = field(default_factory=dict)
     place: str = ""
     values: tuple[float | tuple[float, ...], ...] = ()
-    images: tuple[RowImage, ...] = ()
+    images: tuple[RowImage | RowVideo, ...] = ()
     template: dict[str, Any] = field(default_factory=dict)
     recordings: tuple[RowAudio, ...] = ()
 
@@ -70,7 +82,7 @@ class Example:
     @property
     def image(self) -> Image | list[Image] | None:
         """The image of the row; a list if the row has several, None if it has none."""
-        sources: list[Image] = [
+        sources: list[Any] = [
             image.source.address if isinstance(image.source, RemoteFile) else image.source
             for image in self.images
         ]
@@ -102,9 +114,11 @@ class Example:
         return _hash(self.content)
 
 
-def image_key(image: Image) -> str:
+def image_key(image: Image | list[Image]) -> str:
     """Return a text that identifies an image: its path, or a hash of its content."""
-    if isinstance(image, RemoteFile):
+    if isinstance(image, list):  # the pictures of a video
+        raw = "\n".join(map(image_key, image))
+    elif isinstance(image, RemoteFile):
         raw = image.address
     elif isinstance(image, dict):
         raw = image["bytes"]

@@ -81,6 +81,7 @@ class RecordingEncoder:
     """
 
     noun, part, reads = "recording", "audio", RowAudio
+    video_token: int | None = None
     marks_prompts = False
 
     def __init__(self, processor: object, form: RecordingLayout) -> None:

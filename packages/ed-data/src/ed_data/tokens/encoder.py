@@ -28,6 +28,7 @@ from ed_data.tokens.items import (
     WhiteSpace,
     append_eos,
     check_embedding_rows,
+    get_placeholder,
     mask_prompt,
     with_blame,
 )
@@ -284,29 +285,33 @@ class Encoder:
         """Expand the placeholders of media, and check that truncation removes none of them."""
         media = self.media
         assert media is not None
-        token, limit, result = media.token, self.max_length, list[TokenSequence]()
-        assert token is not None
+        limit, result = self.max_length, list[TokenSequence]()
+        placeholders = {t for t in (media.token, media.video_token) if t is not None}
+        features = {media.feature, media.video_token}
         for document, sequence in zip(documents, sequences, strict=True):
             location = f"inform {label!r}, {document.place}"
-            placeholder_count = sequence.ids.count(token)
-            if placeholder_count != len(document.media):
+            tokens = [token for token in sequence.ids if token in placeholders]
+            expected = [get_placeholder(media, medium) for medium in document.media]
+            if tokens != expected:
+                video = media.video_token in (*tokens, *expected)
+                noun, part = ("video", "video") if video else (media.noun, media.part)
+                token = media.video_token if video else media.token
+                assert token is not None, "the media have placeholders"
                 raise DataError(
-                    f"{location}: the row has {len(document.media)} {media.noun}s, but its tokens "
-                    f"contain the {media.part} token "
-                    f"{self.tokenizer.convert_ids_to_tokens(token)!r} {placeholder_count} times; "
-                    "correct the "
-                    "row, or use a chat template that writes the token for each part "
-                    f'{{"type": "{media.part}"}}. {media.noun.capitalize()}s of rows with several '
-                    "answers belong to the prompt"
+                    f"{location}: the row has {expected.count(token)} {noun}s, but its tokens "
+                    f"contain the {part} token {self.tokenizer.convert_ids_to_tokens(token)!r} "
+                    f"{tokens.count(token)} times; correct the row, or use a chat template that "
+                    f'writes the token for each part {{"type": "{part}"}}. '
+                    f"{noun.capitalize()}s of rows with several answers belong to the prompt"
                 )
-            tokens = [media.tokens(medium).ids for medium in document.media]
-            expanded = sequence.with_media(token, tokens, self._spaces)
-            if limit is not None and media.feature in expanded.ids[limit:]:
+            expanded = sequence.with_media(
+                placeholders, [media.tokens(medium).ids for medium in document.media], self._spaces
+            )
+            if limit is not None and not features.isdisjoint(expanded.ids[limit:]):
                 raise DataError(
                     f"{location}: the row has {len(expanded.ids)} tokens, and truncation at "
-                    f"{limit} "
-                    f"tokens would remove {media.noun} tokens; increase the sequence length, "
-                    "shorten the row, or set on_error: skip"
+                    f"{limit} tokens would remove {media.noun} tokens; increase the sequence "
+                    "length, shorten the row, or set on_error: skip"
                 )
             result.append(expanded)
         return result

@@ -99,7 +99,9 @@ class ImageEncoder:
         DataError: the processor does not define an image token, or creates no tokens of images.
     """
 
-    noun, part, reads = "image", "image", RowImage
+    noun, part = "image", "image"
+    reads: type | tuple[type, ...] = RowImage
+    video_token: int | None = None
 
     def __init__(self, processor: object, *, placed: bool = True) -> None:
         self.processor: Any = processor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ed_data.errors import DataError
+from ed_data.rows.example import RowVideo
 from ed_data.schema import Content
 
 if TYPE_CHECKING:
@@ -49,22 +50,23 @@ class TokenSequence(NamedTuple):
     span: tuple[int, int] | None = None
 
     def with_media(
-        self, token: int, media: Sequence[list[int]], spaces: WhiteSpace
+        self, tokens: Collection[int], media: Sequence[list[int]], spaces: WhiteSpace
     ) -> TokenSequence:
         """Replace the placeholder of each medium by the tokens of the medium; they have no loss.
 
         Args:
-            token: id of the placeholder, which occurs once for each medium.
+            tokens: ids of the placeholders, one of which occurs once for each medium.
             media: tokens of each image or recording.
             spaces: encodes the white space at both sides of a border as one text.
         """
         ids, mask, borders, prompt = list[int](), list[int](), list[int](), 0
         flags, remaining = self.mask or [1] * len(self.ids), iter(media)
         for place, (token_id, flag) in enumerate(zip(self.ids, flags, strict=True), start=1):
-            new = next(remaining) if token_id == token else [token_id]
+            is_medium = token_id in tokens
+            new = next(remaining) if is_medium else [token_id]
             ids += new
-            mask += [0] * len(new) if token_id == token else [flag]
-            if token_id == token:
+            mask += [0] * len(new) if is_medium else [flag]
+            if is_medium:
                 borders += [len(ids) - len(new), len(ids)]
             if place == self.prompt:
                 prompt = len(ids)
@@ -93,11 +95,13 @@ class MediumEncoder(Protocol):
         token: id of the token that a chat template writes for a medium; None if tokens mention no
             media.
         feature: id of the placeholder token of a feature.
+        video_token: the token of a video and of its features; None if the model reads no videos.
     """
 
     noun: str
     part: str
-    reads: type
+    reads: type | tuple[type, ...]
+    video_token: int | None
     token: int | None
     feature: int
 
@@ -129,6 +133,11 @@ class MediumEncoder(Protocol):
     def check(self, medium: object, /) -> None:
         """Decode a medium, whose tokens follow from its header alone. Raises DataError."""
         ...
+
+
+def get_placeholder(media: MediumEncoder, medium: object) -> int | None:
+    """Return the token that a chat template writes for a medium."""
+    return media.video_token if isinstance(medium, RowVideo) else media.token
 
 
 class WhiteSpace:

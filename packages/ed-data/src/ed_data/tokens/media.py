@@ -10,12 +10,12 @@ from ed_data.checks import without_recordings, without_tokens, without_transcrip
 from ed_data.config import Mixture
 from ed_data.errors import DataError
 from ed_data.rows.contents import get_kind
-from ed_data.rows.example import Example, RowImage
+from ed_data.rows.example import Example, RowAudio, RowImage, RowMedium, RowVideo
 from ed_data.schema import Content, Schema
 from ed_data.tokens.audio import LONGEST_SECONDS, AudioEncoder, SpeechProcessor, TimeSteps
 from ed_data.tokens.chat_recordings import RecordingEncoder, RecordingLayout
 from ed_data.tokens.images import ImageEncoder, ModelProcessor
-from ed_data.tokens.items import MediumEncoder
+from ed_data.tokens.items import MediumEncoder, get_placeholder
 from ed_data.tokens.patches import PatchEncoder, PlacedEncoder, RowEncoder
 
 if TYPE_CHECKING:
@@ -111,9 +111,8 @@ def prepare_media(
     for document in documents:
         unread_media = [medium for medium in document.media if not isinstance(medium, reads)]
         chats = [field for field in document.fields.values() if get_kind(field) == "chat"]
-        part = "image" if unread_media and isinstance(unread_media[0], RowImage) else "audio"
+        part, noun = _get_part(unread_media[0]) if unread_media else ("", "")
         if unread_media and any(_mentions(chat, part) for chat in chats):
-            noun = "images" if part == "image" else "recordings"
             raise DataError(
                 f"inform {label!r}, {document.place}: the messages contain {noun}: pass the "
                 f"processor of a model that reads {noun}, or remove the {noun} in "
@@ -121,20 +120,43 @@ def prepare_media(
             )
     if media is None or media.token is None:
         return list(documents)
-    token = str(tokenizer.convert_ids_to_tokens(media.token))
-    return [_place_media(document, content, media.part, token) for document in documents]
+    ids = [token for token in (media.token, media.video_token) if token is not None]
+    names = dict(zip(ids, map(str, tokenizer.convert_ids_to_tokens(ids)), strict=True))
+    return [_place_media(document, content, media, names) for document in documents]
 
 
-def _place_media(document: Example, content: str, part: str, token: str) -> Example:
+#: Class of media -> the type of their parts, and their noun.
+_PARTS: dict[type, tuple[str, str]] = {
+    RowImage: ("image", "images"),
+    RowVideo: ("video", "videos"),
+    RowAudio: ("audio", "recordings"),
+}
+
+
+def _get_part(medium: RowMedium) -> tuple[str, str]:
+    return _PARTS[type(medium)]
+
+
+def _place_media(
+    document: Example, content: str, media: MediumEncoder, names: dict[int, str]
+) -> Example:
     """Return a document with placeholders, unless its texts have some."""
-    if not document.media or any(_mentions(f, part, token) for f in document.fields.values()):
+    kinds = [_get_part(medium)[0] for medium in document.media]
+    mentioned = (
+        _mentions(field, part, token)
+        for field in document.fields.values()
+        for part in dict.fromkeys((media.part, *kinds))
+        for token in names.values()
+    )
+    if not document.media or any(mentioned):
         return document
     fields = dict(document.fields)
     chats = [name for name, field in fields.items() if get_kind(field) == "chat"]
     text = fields[content]
     if isinstance(text, str) and not chats:
-        return replace(document, fields={**fields, content: token * len(document.media) + text})
-    parts = [{"type": part}] * len(document.media)
+        tokens = [names[get_placeholder(media, medium) or 0] for medium in document.media]
+        return replace(document, fields={**fields, content: "".join(tokens) + text})
+    parts = [{"type": kind} for kind in kinds]
     for name in chats:
         messages: list[Any] = list(fields[name])
         for place, message in enumerate(messages):

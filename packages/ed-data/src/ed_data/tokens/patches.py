@@ -6,6 +6,8 @@ of a patch.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -14,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ed_data.errors import DataError
-from ed_data.rows.example import RowImage
+from ed_data.rows.example import RowImage, RowVideo
 from ed_data.tokens.images import BLANK, ImageEncoder, get_size
 from ed_data.tokens.items import MediumTokens
+from ed_data.tokens.videos import IMAGE_TIMES, VideoEncoder, VideoSize
 
 GRID, PLACES = "image_grid_thw", "image_position_ids"
 #: Largest number of images whose sizes are kept, and smallest number of features of a row.
@@ -34,12 +37,24 @@ class PatchEncoder(ImageEncoder):
     """Counts the features of images, and packs the patches of the images of a row.
 
     The image processor returns `pixel_values` [p, f], the patches of an image, and
-    `image_grid_thw` [1, 3], their numbers along time, height and width.
+    `image_grid_thw` [1, 3], their numbers along time, height and width. A frame of a video is an
+    image with one of the tokens of its video.
     """
 
     def __init__(self, processor: object) -> None:
         super().__init__(processor)
         self._counts: dict[str, PatchCounts] = {}
+        self.videos = VideoEncoder(processor) if VideoEncoder.fits(processor) else None
+        if self.videos is not None:
+            self.reads, self.video_token = (RowImage, RowVideo), self.videos.token
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """See `ImageEncoder.fingerprint`."""
+        if self.videos is None:
+            return super().fingerprint
+        text = json.dumps([super().fingerprint, self.videos.fingerprint], default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     @staticmethod
     def fits(processor: object) -> bool:
@@ -92,53 +107,97 @@ class PatchEncoder(ImageEncoder):
         self._counts[image.location] = counts
         return counts
 
-    def tokens(self, image: RowImage) -> MediumTokens:
-        """Return one placeholder token for each feature of an image."""
+    def measure_frames(self, video: RowVideo) -> VideoSize:
+        """Return the tokens and the frames of a video. Raises DataError."""
+        assert self.videos is not None, "the encoder reads videos"
+        return self.videos.measure(video)
+
+    def check(self, image: RowImage | RowVideo) -> None:
+        """Decode a medium. Raises DataError."""
+        if isinstance(image, RowVideo):
+            self.pack_video(image)
+        else:
+            super().check(image)
+
+    def pack_video(self, video: RowVideo) -> NDArray[Any]:
+        """Return the patches of a video, [p, f]. Raises DataError."""
+        assert self.videos is not None, "the encoder reads videos"
+        return self.videos.pack_patches(video)
+
+    def tokens(self, image: RowImage | RowVideo) -> MediumTokens:
+        """Return one placeholder token for each feature of an image, or the tokens of a video."""
         assert self.token is not None
+        if isinstance(image, RowVideo):
+            video = self.measure_frames(image)
+            return MediumTokens(video.tokens, len(video.grids))
         return MediumTokens([self.token] * self.counts(image).tokens, 1)
 
-    def width(self, rows: Sequence[Sequence[RowImage]]) -> tuple[int, ...]:
+    def width(self, rows: Sequence[Sequence[RowImage | RowVideo]]) -> tuple[int, ...]:
         """Return the buckets of patches and of images of a row, for the rows of a whole batch.
 
         A bucket is a power of two of features or images, so few programs are compiled.
         """
         features, merge, most = _SMALLEST, 1, 1
-        for images in rows:
-            counts = [self.counts(image) for image in images]
-            features = max(features, sum(count.tokens for count in counts))
-            merge = max([merge, *(count.patches // count.tokens for count in counts)])
-            most = max(most, len(images))
+        for media in rows:
+            sizes = [self._measure_medium(medium) for medium in media]
+            features = max(features, sum(count.tokens for count, _ in sizes))
+            merge = max([merge, *(count.patches // count.tokens for count, _ in sizes)])
+            most = max(most, sum(images for _, images in sizes))
         return _round_up(features) * merge, _round_up(most)
 
     def arrays(
-        self, images: Mapping[int, Sequence[RowImage]], rows: int, width: tuple[int, ...]
+        self,
+        images: Mapping[int, Sequence[RowImage | RowVideo]],
+        rows: int,
+        width: tuple[int, ...],
     ) -> dict[str, NDArray[Any]]:
-        """Return `pixel_values` [b, p, f] and `image_grid_thw` [b, i, 3], padded with zeros.
+        """Return `pixel_values` [b, p, f] and `image_grid_thw` [b, i, 3], padded with zeros, and
+        `image_times` [b, i] of a model that places frames along time.
 
         Raises:
             DataError: the processor returned another number of patches than it counted.
         """
         patches, most = width
         pixels = np.zeros((rows, patches, self.numbers), np.float32)
-        grids = np.zeros((rows, most, 3), np.int32)
+        grids, times = np.zeros((rows, most, 3), np.int32), np.zeros((rows, most), np.int32)
         for row, row_images in images.items():
-            filled = 0
-            for place, image in enumerate(row_images):
-                counts = self.counts(image)
-                (image_patches, grid) = self.pack_patches(self.process_image(image))
-                if len(image_patches) != counts.patches or grid.prod() != counts.patches:
-                    raise DataError(
-                        f"{image.location}: the processor counted {counts.patches} patches, but "
-                        f"returned {len(image_patches)} with the grid {grid.tolist()}: use the "
-                        "processor "
-                        "and the image processor of one checkpoint"
-                    )
-                pixels[row, filled : filled + len(image_patches)], grids[row, place] = (
-                    image_patches,
-                    grid,
-                )
-                filled += len(image_patches)
-        return {"pixel_values": pixels, GRID: grids}
+            filled = place = 0
+            for medium in row_images:
+                medium_patches, medium_grids, medium_times = self._pack_medium(medium)
+                last = filled + len(medium_patches)
+                pixels[row, filled:last], filled = medium_patches, last
+                last = place + len(medium_grids)
+                grids[row, place:last], times[row, place:last] = medium_grids, medium_times
+                place = last
+        is_timed = self.videos is not None and self.videos.is_timed
+        return {"pixel_values": pixels, GRID: grids} | ({IMAGE_TIMES: times} if is_timed else {})
+
+    def _measure_medium(self, medium: RowImage | RowVideo) -> tuple[PatchCounts, int]:
+        """Return the numbers of features and patches of a medium, and of its images or frames."""
+        if isinstance(medium, RowImage):
+            return self.counts(medium), 1
+        video = self.measure_frames(medium)
+        return PatchCounts(video.features, video.patches), len(video.grids)
+
+    def _pack_medium(
+        self, medium: RowImage | RowVideo
+    ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """Return the patches, the grids [n, 3] and the times [n] of an image or of frames."""
+        if isinstance(medium, RowVideo):
+            video = self.measure_frames(medium)
+            patches, grids, times = self.pack_video(medium), video.grids, video.times
+            count = video.patches
+        else:
+            count = self.counts(medium).patches
+            patches, grid = self.pack_patches(self.process_image(medium))
+            grids, times = grid[None], np.zeros(1, np.int32)
+        if len(patches) != count or grids.prod(axis=1).sum() != count:
+            raise DataError(
+                f"{medium.location}: the processor counted {count} patches, but returned "
+                f"{len(patches)} with the grids {grids.tolist()}: use the processor and the image "
+                "processor of one checkpoint"
+            )
+        return patches, grids, times
 
 
 class PlacedEncoder(PatchEncoder):
@@ -164,8 +223,9 @@ class PlacedEncoder(PatchEncoder):
         tokens = super().counts(image).tokens
         return PatchCounts(tokens, tokens * self._merge**2)
 
-    def tokens(self, image: RowImage) -> MediumTokens:
+    def tokens(self, image: RowImage | RowVideo) -> MediumTokens:
         """Return the tokens of an image."""
+        assert isinstance(image, RowImage), "the processor reads no videos"
         count = {"num_soft_tokens_per_image": [self.counts(image).tokens]}
         text = self.processor.replace_image_token(count, 0)
         return MediumTokens(
@@ -234,8 +294,9 @@ class RowEncoder(PatchEncoder):
         rows, columns = self.rows_and_columns(image)
         return PatchCounts(rows * columns, rows * columns * self._merge**2)
 
-    def tokens(self, image: RowImage) -> MediumTokens:
+    def tokens(self, image: RowImage | RowVideo) -> MediumTokens:
         """Return the tokens of the rows of features of an image."""
+        assert isinstance(image, RowImage), "the processor reads no videos"
         rows, columns = self.rows_and_columns(image)
         processor = self.processor
         if not self._ends_rows:

@@ -13,10 +13,11 @@ from __future__ import annotations
 import io
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 from ed_infra.errors import ConfigError
@@ -32,7 +33,8 @@ DEFAULT_SAMPLING = 2.0
 #: Formats and decoders of files. Others, such as playlists, could open further files.
 _FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,ogg"
 _CODECS = (
-    "h264,hevc,vp8,vp9,libvpx,libvpx-vp9,av1,libdav1d,mpeg4,mpeg2video,mpeg1video,mjpeg,theora"
+    *("h264", "hevc", "vp8", "vp9", "libvpx", "libvpx-vp9", "av1", "libdav1d", "mpeg4"),
+    *("mpeg2video", "mpeg1video", "mjpeg", "theora"),
 )
 _PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp")
 
@@ -77,6 +79,24 @@ class ClipFacts:
     height: int
     width: int
     is_sampled: bool = False
+
+
+def compute_times(frames: int, seconds: float, tokens_per_second: float | None) -> np.ndarray:
+    """Return `image_times` of the frames of a video, int32 [frames].
+
+    Args:
+        frames: number of frames in the grid of the video.
+        seconds: seconds between two of these frames.
+        tokens_per_second: positions along time of a second (Qwen2.5-VL); None = a frame has one
+            position (Qwen2-VL).
+    """
+    places = np.arange(frames, dtype=np.float32)
+    if tokens_per_second is not None:
+        # Numbers of transformers: the interval is a number of 32 bits.
+        places = places * (np.float32(tokens_per_second) * np.float32(seconds))
+    times = places.astype(np.int32) + 1
+    times[:1] = 0
+    return times
 
 
 @dataclass(frozen=True)
@@ -194,6 +214,22 @@ class Sampling:
         return rows, columns
 
 
+class ClipPlan(NamedTuple):
+    """The frames of a clip that a model reads, before they are decoded.
+
+    Attributes:
+        facts: of the clip.
+        indices: numbers of the frames in the clip.
+        height: height of a resized frame in pixels.
+        width: width of a resized frame in pixels.
+    """
+
+    facts: ClipFacts
+    indices: list[int]
+    height: int
+    width: int
+
+
 @dataclass(frozen=True)
 class ClipFrames:
     """The frames of a clip that a model reads.
@@ -264,7 +300,7 @@ def _open_file(data: bytes, limits: ClipLimits) -> Clip:
     return AnimatedPicture(data, limits) if data[:4] == b"GIF8" else VideoFile(data, limits)
 
 
-class Clip:
+class Clip(ABC):
     """A clip with known facts, whose frames are decoded by `read`.
 
     Args:
@@ -277,46 +313,65 @@ class Clip:
 
     def __init__(self, facts: ClipFacts, limits: ClipLimits) -> None:
         self.facts, self._limits = facts, limits
-        seconds = facts.frames / facts.fps if facts.fps else 0.0
         if facts.frames < 1 or facts.height * facts.width < 1:
             raise ClipError("the video has no frames: use another file")
-        for number, limit, noun in (
-            (facts.frames, limits.frames, "frames"),
-            (facts.height * facts.width, limits.pixels, "pixels in a frame"),
-            (seconds, limits.seconds, "seconds"),
-        ):
-            if number > limit:
-                raise ClipError(
-                    f"the video has {number:.10g} {noun}, and the limit is {limit:.10g}: shorten "
-                    "or shrink it"
-                )
+        _check_limit(facts.frames, limits.frames, "frames")
+        _check_limit(facts.height * facts.width, limits.pixels, "pixels in a frame")
+        if facts.fps:
+            _check_limit(facts.frames / facts.fps, limits.seconds, "seconds")
 
-    def decode(self, last: int) -> Iterator[PIL.Image.Image]:
-        """Yield the frames from the first to the frame `last`."""
-        raise NotImplementedError
+    @abstractmethod
+    def decode(self, numbers: Collection[int]) -> Iterator[PIL.Image.Image]:
+        """Yield the frames with these numbers, in ascending order; fewer if the file ends."""
 
-    def read(self, sampling: Sampling) -> ClipFrames:
-        """Return the frames that a model reads; see `read_clip`."""
+    def plan(self, sampling: Sampling) -> ClipPlan:
+        """Return the frames that a model reads, and their size, without decoding them.
+
+        Raises:
+            ClipError: the frames exceed a limit.
+        """
         facts = self.facts
         indices = sampling.choose_frames(facts)
         height, width = sampling.fit_size(len(indices), facts.height, facts.width)
         if len(indices) * height * width > self._limits.values:
             raise ClipError(
                 f"{len(indices)} frames of {width} x {height} pixels exceed the limit of "
-                f"{self._limits.values} pixels: set a smaller fps or num_frames"
+                f"{self._limits.values} pixels: shorten the video, or read fewer frames (fps, "
+                "num_frames)"
             )
-        frames = np.empty((len(indices), height, width, 3), np.uint8)
-        filled, wanted = 0, {*indices}
-        for number, picture in enumerate(self.decode(indices[-1])):
-            if number in wanted:
-                count = indices.count(number)
-                frames[filled : filled + count] = resize_frame(picture, height, width)
-                filled += count
-        if not filled:
-            raise ClipError("the video has no frame that can be decoded: use another file")
-        # Headers may state more frames than a file has: the last frame fills the rest.
-        frames[filled:] = frames[filled - 1]
-        return ClipFrames(frames, facts, indices)
+        return ClipPlan(facts, indices, height, width)
+
+    def read(self, sampling: Sampling) -> ClipFrames:
+        """Return the frames that a model reads; see `read_clip`."""
+        plan = self.plan(sampling)
+        frames = np.empty((len(plan.indices), plan.height, plan.width, 3), np.uint8)
+        for place, frame in enumerate(self.resize_frames(plan)):
+            frames[place] = frame
+        return ClipFrames(frames, plan.facts, plan.indices)
+
+    def resize_frames(self, plan: ClipPlan) -> Iterator[np.ndarray]:
+        """Yield the RGB values of each frame of a plan, uint8 [h, w, 3].
+
+        Raises:
+            ClipError: no frame can be decoded.
+        """
+        pictures, frame, last = self.decode({*plan.indices}), None, None
+        for number in plan.indices:
+            # Headers may state more frames than a file has: the last frame fills the rest.
+            if number != last and (picture := next(pictures, None)) is not None:
+                frame = resize_frame(picture, plan.height, plan.width)
+            if frame is None:
+                raise ClipError("the video has no frame that can be decoded: use another file")
+            yield frame
+            last = number
+
+
+def _check_limit(number: float, limit: float, noun: str) -> None:
+    if number > limit:
+        raise ClipError(
+            f"the video has {number:.10g} {noun}, and the limit is {limit:.10g}: shorten or "
+            "shrink it"
+        )
 
 
 def resize_frame(picture: PIL.Image.Image, height: int, width: int) -> np.ndarray:
@@ -340,7 +395,7 @@ class VideoFile(Clip):
                 "video files require the package av: install ed-models[videos], or pass an "
                 "animated GIF, a folder or a list of pictures"
             ) from error
-        options = {"format_whitelist": _FORMATS, "codec_whitelist": _CODECS}
+        options = {"format_whitelist": _FORMATS, "codec_whitelist": ",".join(_CODECS)}
         try:
             self._container = av.open(io.BytesIO(data), options=options)
             (stream, *_) = self._container.streams.video or [None]
@@ -353,24 +408,22 @@ class VideoFile(Clip):
             raise _unreadable(error) from error
         if stream is None:
             raise ClipError("the file has no video: use another file")
-        stream.codec_context.thread_count = 1
+        codec = stream.codec_context
+        if codec.name not in _CODECS:
+            raise _unreadable(f"its codec is {codec.name!r}")
+        codec.thread_count, codec.options = 1, {"max_pixels": str(limits.pixels)}
         fps = None if not stream.average_rate else float(stream.average_rate)
         super().__init__(ClipFacts(frames, fps, stream.height, stream.width), limits)
 
-    def decode(self, last: int) -> Iterator[PIL.Image.Image]:
+    def decode(self, numbers: Collection[int]) -> Iterator[PIL.Image.Image]:
         """See `Clip.decode`."""
+        last = max(numbers)
         try:
             for number, frame in enumerate(self._container.decode(video=0)):
-                if number > last:
+                if number in numbers:
+                    yield frame.to_image()
+                if number == last:
                     return
-                if frame.width * frame.height > self._limits.pixels:
-                    raise ClipError(
-                        f"a frame has {frame.width} x {frame.height} pixels, and the limit is "
-                        f"{self._limits.pixels} pixels"
-                    )
-                yield frame.to_image()
-        except ClipError:
-            raise
         except Exception as error:  # decoders raise many types of exceptions for damaged data
             raise _unreadable(error) from error
 
@@ -380,6 +433,8 @@ class AnimatedPicture(Clip):
 
     def __init__(self, data: bytes, limits: ClipLimits) -> None:
         self._picture = _open_picture(io.BytesIO(data))
+        width, height = self._picture.size
+        _check_limit(width * height, limits.pixels, "pixels in a frame")
         milliseconds, frames = 0.0, 0
         try:
             for frames in range(1, limits.frames + 2):
@@ -389,13 +444,12 @@ class AnimatedPicture(Clip):
             pass
         except Exception as error:  # decoders raise many types of exceptions for damaged data
             raise _unreadable(error) from error
-        width, height = self._picture.size
         super().__init__(ClipFacts(frames, 1000 * frames / milliseconds, height, width), limits)
 
-    def decode(self, last: int) -> Iterator[PIL.Image.Image]:
+    def decode(self, numbers: Collection[int]) -> Iterator[PIL.Image.Image]:
         """See `Clip.decode`."""
         try:
-            for number in range(last + 1):
+            for number in sorted(numbers):
                 self._picture.seek(number)
                 yield self._picture
         except Exception as error:  # decoders raise many types of exceptions for damaged data
@@ -413,10 +467,10 @@ class Pictures(Clip):
         facts = ClipFacts(len(pictures), fps, height, width, is_sampled=True)
         super().__init__(facts, limits)
 
-    def decode(self, last: int) -> Iterator[PIL.Image.Image]:
+    def decode(self, numbers: Collection[int]) -> Iterator[PIL.Image.Image]:
         """See `Clip.decode`."""
-        for number, source in enumerate(self._pictures):
-            picture = _open_picture(source)
+        for number in sorted(numbers):
+            picture = _open_picture(self._pictures[number])
             if picture.size != (self.facts.width, self.facts.height):
                 raise ClipError(
                     f"frame {number} has {picture.width} x {picture.height} pixels, and the first "
@@ -441,7 +495,7 @@ def _open_picture(
         raise _unreadable(error) from error
 
 
-def _unreadable(error: Exception) -> ClipError:
+def _unreadable(error: Exception | str) -> ClipError:
     unknown = type(error).__name__ == "UnidentifiedImageError"
     reason = "its format is unknown" if unknown else error
     return ClipError(f"the video cannot be decoded: {reason}; save it as MP4 (H.264), WebM or GIF")

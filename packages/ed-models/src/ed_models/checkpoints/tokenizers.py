@@ -154,6 +154,8 @@ def _add_videos(processor: ProcessorMixin, name: str, revision: str | None) -> N
     """
     if not hasattr(processor, "image_processor"):
         return
+    from transformers import PretrainedConfig
+
     from ed_models.checkpoints.video_processor import VIDEO_PROCESSORS
 
     kind = VIDEO_PROCESSORS.get(type(processor).__name__)
@@ -164,6 +166,12 @@ def _add_videos(processor: ProcessorMixin, name: str, revision: str | None) -> N
             images = vars(processor)["image_processor"]
             sizes = ("patch_size", "merge_size", "temporal_patch_size")
             video_processor = kind(**{size: getattr(images, size) for size in sizes})
+        options: dict[str, Any] = {"revision": revision} if revision else {}
+        try:
+            stored, _ = PretrainedConfig.get_config_dict(name, **options)
+        except (OSError, ValueError):
+            stored = {}
+        video_processor.set_rate((stored.get("vision_config") or {}).get("tokens_per_second"))
         setattr(processor, _VIDEOS, video_processor)
 
 

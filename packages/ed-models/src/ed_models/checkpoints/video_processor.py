@@ -32,9 +32,12 @@ from ed_models.checkpoints.clips import (
     ClipFacts,
     ClipFrames,
     ClipLimits,
+    ClipPlan,
     ClipSource,
     Pictures,
     Sampling,
+    compute_times,
+    open_clip,
     read_clip,
     resize_frame,
 )
@@ -65,6 +68,10 @@ class ClipProcessor(VideoProcessorMixin):
     """
 
     whole = False
+    size: dict[str, int]
+    patch_size: int
+    image_mean: list[float]
+    image_std: list[float]
     resample = PILImageResampling.BICUBIC
     do_resize = True
     do_rescale = True
@@ -99,7 +106,13 @@ class ClipProcessor(VideoProcessorMixin):
             for name in (*ClipsKwargs.__annotations__, *VideosKwargs.__annotations__)
             if hasattr(type(self), name)
         }
-        super().__init__(**{**defaults, **options, "size": size})
+        settings = {**defaults, **options, "size": size}
+        super().__init__(**cast(dict[str, Any], settings))
+        self._tokens_per_second: float | None = None
+
+    def set_rate(self, tokens_per_second: float | None) -> None:
+        """Set the positions along time of a second of a model; None = a frame has one position."""
+        self._tokens_per_second = tokens_per_second
 
     @property
     def sampling(self) -> Sampling:
@@ -136,7 +149,43 @@ class ClipProcessor(VideoProcessorMixin):
         """
         return read_clip(source, self._get_sampling(options), limits, fps=fps)
 
-    def preprocess(self, videos: Video | Sequence[Video], **options: object) -> BatchFeature:
+    def measure(self, source: ClipSource, *, fps: float | None = None) -> dict[str, Any]:
+        """Return `video_grid_thw` [1, 3], `video_metadata` and `image_times` of a clip, which
+        follow from its header; arguments as of `read`."""
+        return self.measure_plan(open_clip(source, ClipLimits(), fps=fps).plan(self.sampling))
+
+    def convert(self, source: ClipSource, *, fps: float | None = None) -> dict[str, Any]:
+        """Return `pixel_values_videos` [p, f] of a clip, and the result of `measure`; arguments as
+        of `read`."""
+        return self.convert_frames(self.read(source, fps=fps))
+
+    def convert_frames(self, clip: ClipFrames) -> dict[str, Any]:
+        """Return the result of `convert` of read frames."""
+        patches, _ = self.pack_frames(clip.frames)
+        plan = ClipPlan(clip.facts, clip.indices, *clip.frames.shape[1:3])
+        return {"pixel_values_videos": patches} | self.measure_plan(plan)
+
+    def measure_plan(self, plan: ClipPlan) -> dict[str, Any]:
+        """Return the result of `measure` of the frames that are read, and their size."""
+        metadata, step = _describe(plan.facts, plan.indices), self.temporal_patch_size
+        sides = plan.height // self.patch_size, plan.width // self.patch_size
+        grid = [-(-len(plan.indices) // step), *sides]
+        times = np.zeros(grid[0], np.int32)
+        if not self.whole:
+            times = compute_times(grid[0], step / metadata.sampled_fps, self._tokens_per_second)
+        return {
+            "video_grid_thw": np.array([grid]),
+            "video_metadata": [metadata],
+            "image_times": times,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings without those of the model."""
+        settings = super().to_dict()
+        settings.pop("_tokens_per_second", None)
+        return settings
+
+    def preprocess(self, videos: object, **options: object) -> BatchFeature:
         """Return the patches of videos, their grids, and with `return_metadata` their facts.
 
         Args:
@@ -162,12 +211,12 @@ class ClipProcessor(VideoProcessorMixin):
             pixels, grid = self.pack_frames(frames.frames)
             patches.append(pixels)
             grids.append(grid)
-            facts.append(_describe(frames))
+            facts.append(_describe(frames.facts, frames.indices))
         data: dict[str, Any] = {
             "pixel_values_videos": np.concatenate(patches),
             "video_grid_thw": np.array(grids),
         }
-        features = BatchFeature(data, tensor_type=options.get("return_tensors"))
+        features = BatchFeature(data, tensor_type=cast(Any, options.get("return_tensors")))
         wanted = options.get("return_metadata")
         if self.return_metadata if wanted is None else wanted:
             features["video_metadata"] = facts
@@ -197,7 +246,7 @@ class ClipProcessor(VideoProcessorMixin):
             indices = list(known.frames_indices)
         size = sampling.fit_size(len(frames), height, width)
         pictures = Pictures(list(frames), fps, ClipLimits())
-        resized = [resize_frame(picture, *size) for picture in pictures.decode(len(frames))]
+        resized = [resize_frame(picture, *size) for picture in pictures.decode(range(len(frames)))]
         return ClipFrames(np.stack(resized), replace(facts, frames=total), indices)
 
     def pack_frames(self, frames: np.ndarray) -> tuple[np.ndarray, list[int]]:
@@ -210,7 +259,9 @@ class ClipProcessor(VideoProcessorMixin):
         scale = self.rescale_factor if self.do_rescale else 1.0
         mean, std = (0.0, 1.0) if not self.do_normalize else (self.image_mean, self.image_std)
         mean, std = np.asarray(mean, np.float32) / scale, np.asarray(std, np.float32) / scale
-        pixels = (frames.astype(np.float32) - mean.astype(np.float32)) / std.astype(np.float32)
+        pixels = frames.astype(np.float32)
+        pixels -= mean.astype(np.float32)
+        pixels /= std.astype(np.float32)
         n, height, width, _ = pixels.shape
         grid = [n // step, height // side, width // side]
         blocks = pixels.reshape(
@@ -265,7 +316,7 @@ VIDEO_PROCESSORS: Mapping[str, type[ClipProcessor]] = {
 }
 
 
-def _as_list(videos: Video | Sequence[Video]) -> Sequence[Any]:
+def _as_list(videos: object) -> Sequence[Any]:
     """Return a list of videos; arrays with five axes, and lists of pictures, are converted."""
     if isinstance(videos, np.ndarray):
         return [videos] if videos.ndim == 4 else list(videos)
@@ -277,14 +328,13 @@ def _as_list(videos: Video | Sequence[Video]) -> Sequence[Any]:
 
 
 def _as_metadata(stated: object) -> list[VideoMetadata]:
-    entries = stated if isinstance(stated, list | tuple) else [stated]
+    entries = cast(Sequence[Any], stated if isinstance(stated, list | tuple) else [stated])
     return [
         entry if isinstance(entry, VideoMetadata) else VideoMetadata(**entry) for entry in entries
     ]
 
 
-def _describe(frames: ClipFrames) -> VideoMetadata:
-    facts = frames.facts
+def _describe(facts: ClipFacts, indices: Sequence[int]) -> VideoMetadata:
     return VideoMetadata(
         total_num_frames=facts.frames,
         fps=facts.fps,
@@ -292,5 +342,5 @@ def _describe(frames: ClipFrames) -> VideoMetadata:
         height=facts.height,
         duration=facts.frames / facts.fps if facts.fps else None,
         video_backend="pyav",
-        frames_indices=list(frames.indices),
+        frames_indices=list(indices),
     )

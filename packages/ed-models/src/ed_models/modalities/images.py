@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 #: Most features of an image of any size. Programs are compiled for images up to this size.
 MOST_FEATURES = 16_384
+#: Limit of the places of frames along time, which rotary positions of 32 bits can add up.
+_MOST_TIME = 2**24
 #: Name of the mask of tiles with padding, [b, i, h, w]: 1 for pixels.
 MASK = "pixel_attention_mask"
 
@@ -83,9 +85,12 @@ class PackedImages(EncoderItems):
     are padded to a power of two of features, so few programs are compiled.
     """
 
-    names = ("pixel_values", GRID)
+    _required = ("pixel_values", GRID)
 
-    def __init__(self, form: PatchForm, features: int, max_model_len: int) -> None:
+    def __init__(
+        self, form: PatchForm, features: int, max_model_len: int, *, is_timed: bool = False
+    ) -> None:
+        self.names = (*self._required, TIMES) if is_timed else self._required
         self.merge, self._numbers, self._form = form.merge, form.numbers, form
         super().__init__(lambda: (min(max_model_len, form.most or MOST_FEATURES), features))
         self.has_axes = form.has_axes
@@ -117,9 +122,14 @@ class PackedImages(EncoderItems):
 
     def check(self, item: PlacedItem) -> str | None:
         """See `EncoderItems.check`."""
-        if missing := set(self.names) - set(item.arrays):
-            return f"the item has no array {min(missing)}: pass {' and '.join(self.names)}"
-        pixels, grid = (np.asarray(item.arrays[name]) for name in self.names)
+        if missing := set(self._required) - set(item.arrays):
+            return f"the item has no array {min(missing)}: pass {' and '.join(self._required)}"
+        pixels, grid = (np.asarray(item.arrays[name]) for name in self._required)
+        time = np.asarray(item.arrays.get(TIMES, 0))
+        if time.shape or time.dtype.kind not in "iu" or not 0 <= time < _MOST_TIME:
+            return (
+                f"image_times is {time.tolist()!r:.80}: pass one integer from 0 to {_MOST_TIME - 1}"
+            )
         if grid.shape != (3,) or pixels.shape != (grid.prod(), self._numbers):
             return (
                 f"pixel_values has shape {list(pixels.shape)}, and image_grid_thw is "
@@ -263,7 +273,8 @@ def _build_patches(model: LanguageModel, max_model_len: int) -> EncoderItems:
     form: PatchForm | None = body.patch_form
     if form is None:
         return FixedImages(model, max_model_len)
-    return PackedImages(form, body.encoded_features, max_model_len)
+    is_timed = TIMES in cast(Any, model).modality.names
+    return PackedImages(form, body.encoded_features, max_model_len, is_timed=is_timed)
 
 
 #: Array of processors that states which tokens are those of images.

@@ -18,6 +18,7 @@ from ed_infra.inputs import GRID, TIMES
 from jaxtyping import Int
 
 from ed_models.body.image_rows import feature_counts
+from ed_models.checkpoints.clips import compute_times
 from ed_models.modalities.images import PATCHES
 from ed_models.modalities.items import Modality
 from ed_models.protocol import LanguageModel
@@ -32,24 +33,6 @@ FRAMES = PATCHES._replace(
 )
 #: Images and frames. The frames of a video are placed along time (Qwen2-VL, Qwen2.5-VL).
 TIMED_FRAMES = FRAMES._replace(name="timed frames", names=(*PATCHES.names, TIMES))
-
-
-def compute_times(frames: int, seconds: float, tokens_per_second: float | None) -> np.ndarray:
-    """Return `image_times` of the frames of a video, int32 [frames].
-
-    Args:
-        frames: number of frames in the grid of the video.
-        seconds: seconds between two of these frames.
-        tokens_per_second: positions along time of a second (Qwen2.5-VL); None = a frame has one
-            position (Qwen2-VL).
-    """
-    places = np.arange(frames, dtype=np.float32)
-    if tokens_per_second is not None:
-        # Numbers of transformers: the interval is a number of 32 bits.
-        places = places * (np.float32(tokens_per_second) * np.float32(seconds))
-    times = places.astype(np.int32) + 1
-    times[:1] = 0
-    return times
 
 
 def split_frames(grids: Int[np.ndarray, "v 3"]) -> Int[np.ndarray, "n 3"]:
