@@ -101,7 +101,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 REFUSED = {
-    "init_lora_weights": ["corda", "loftq", "lora_ga", "pissa_niter_16", "unknown"],
+    "init_lora_weights": ["corda", "lora_ga", "pissa_niter_16", "unknown"],
     "bias": ["all", "lora_only"],
     "lora_bias": [True],
     "layer_replication": [[[0, 2], [1, 3]]],

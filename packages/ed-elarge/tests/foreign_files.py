@@ -480,6 +480,14 @@ lora: {use_loftq: true}
             "trainer.save_steps": 10,
             "mixture.pack_tokens": True,
         },
-        ("lora.use_loftq",),
+    ),
+    "codes": ForeignCase(
+        """
+model: org/model
+data: {dataset: org/alpaca}
+training: {training_type: lora, load_in_4bit: true}
+lora: {lora_r: 8, use_loftq: true}
+""",
+        {"lora.rank": 8, "lora.init_lora_weights": "loftq"},
     ),
 }

@@ -182,7 +182,13 @@ def test_keys_and_values_in_eight_bits(folder: Path) -> None:
         ({"lora": {"targets": ["qproj"]}}, "lora.targets", "qproj"),
         ({"lora": {"rnk": 4}}, "lora.rnk", "did you mean 'rank'"),
         ({"lora": {"name_or_path": "TEXTS"}}, "lora.name_or_path", "no adapter_config.json"),
-        ({"lora": {"init_lora_weights": "loftq"}}, "lora.init_lora_weights", "are not written"),
+        ({"lora": {"init_lora_weights": "eva"}}, "lora.init_lora_weights", "needs rows of data"),
+        ({"lora": {"loftq_config": {}}}, "lora", "set init_lora_weights to loftq"),
+        (
+            {"lora": {"init_lora_weights": "loftq"}, "quantization": {"model": {"method": "nf4"}}},
+            "lora.init_lora_weights",
+            "loftq computes codes of the weights itself",
+        ),
         (
             {"lora": {"init_lora_weights": "pissa"}, "quantization": {"model": {"method": "nf4"}}},
             "lora.init_lora_weights",

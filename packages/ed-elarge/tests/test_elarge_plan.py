@@ -120,6 +120,9 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw pissa": {
         "lora": {"rank": 4, "targets": ["q_proj", "embed"], "init_lora_weights": "pissa"}
     },
+    "adamw loftq": {
+        "lora": {"rank": 4, "init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 8}}
+    },
     "adamw lora of some layers": {"lora": {"rank": 4, "targets": ["q_proj", "embed_tokens"]}},
 }
 

@@ -54,7 +54,6 @@ QUANTIZATION_ALIASES: dict[str, str] = {
 
 #: Initial values of PEFT that are not computed here -> the reason.
 _OTHER_STARTS: dict[str, str] = {
-    "loftq": "fits adapters to the error of bitsandbytes' codes, which are not written here",
     **dict.fromkeys(("eva", "corda", "lora_ga"), "needs rows of data before training"),
     "false": "makes a random change of the model",
 }
@@ -198,6 +197,26 @@ class AttnMaskDetail:
 
 
 @dataclasses.dataclass(frozen=True)
+class LoftQConfig:
+    """LoftQ (Li et al. 2023), with the names and the defaults of PEFT.
+
+    Attributes:
+        loftq_bits: bits of the codes of the base: 4 (nf4, a scale for 64 inputs) or 8 (int8, a
+            scale for each output).
+        loftq_iter: number of times that codes and adapter are fitted, in turn.
+    """
+
+    loftq_bits: int = 4
+    loftq_iter: int = 1
+
+    def __post_init__(self) -> None:
+        if self.loftq_bits not in FORMAT_OF_BITS:
+            raise ConfigError(f"loftq_bits must be 4 (nf4) or 8 (int8), got {self.loftq_bits!r}")
+        if not _is_count(self.loftq_iter):
+            raise ConfigError(f"loftq_iter must be at least 1, got {self.loftq_iter!r}")
+
+
+@dataclasses.dataclass(frozen=True)
 class LoraSpec:
     """Low-rank adapters: `y = x W + scale * dropout(x) A B` (Hu et al., 2021).
 
@@ -214,7 +233,9 @@ class LoraSpec:
             have no adapters.
         init_lora_weights: initial values, as in PEFT. True: A is random and B is zero. `"pissa"`,
             `"pissa_niter_16"` (any number of iterations) or `"olora"`: A B is a part of W, and
-            training computes with W without this part, for linear layers.
+            training computes with W without this part, for linear layers. `"loftq"`: W is
+            replaced by codes, and A B is a part of their error.
+        loftq_config: the codes of `"loftq"`, or a mapping of the fields; None = the defaults.
     """
 
     rank: int = 16
@@ -225,6 +246,7 @@ class LoraSpec:
     dora: bool = False
     modules_to_save: str | tuple[str, ...] | None = None
     init_lora_weights: bool | str = True
+    loftq_config: LoftQConfig | None = None
 
     def __post_init__(self) -> None:
         if not _is_count(self.rank):
@@ -238,11 +260,29 @@ class LoraSpec:
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         start = parse_lora_start(self.init_lora_weights)
         object.__setattr__(self, "init_lora_weights", start)
+        if self.quantizes_weights:
+            config = from_mapping(LoftQConfig, self.loftq_config or {})
+            object.__setattr__(self, "loftq_config", config)
+        elif self.loftq_config:
+            raise ConfigError(
+                f"loftq_config is set, and init_lora_weights is {start!r}: set init_lora_weights "
+                "to 'loftq', or omit loftq_config"
+            )
 
     @property
     def decomposes_weights(self) -> bool:
-        """Whether A B starts as a part of W."""
+        """Whether the initial A B are computed from W."""
         return isinstance(self.init_lora_weights, str)
+
+    @property
+    def quantizes_weights(self) -> bool:
+        """Whether W is replaced by codes (LoftQ)."""
+        return self.init_lora_weights == "loftq"
+
+    @property
+    def subtracts_start(self) -> bool:
+        """Whether the initial A B are a part of W, which the layer subtracts (PiSSA, OLoRA)."""
+        return self.decomposes_weights and not self.quantizes_weights
 
     @property
     def scale(self) -> float:
@@ -260,12 +300,12 @@ def parse_lora_start(value: bool | str) -> bool | str:
     if value is True:
         return value
     name = str(value).lower()
-    if name in ("pissa", "olora") or re.fullmatch(r"pissa_niter_[1-9]\d{0,2}", name):
+    if name in ("pissa", "olora", "loftq") or re.fullmatch(r"pissa_niter_[1-9]\d{0,2}", name):
         return name
     reason = _OTHER_STARTS.get(name, "is unknown")
     raise ConfigError(
         f"init_lora_weights {value!r} {reason}: use true (the change starts at zero), 'pissa', "
-        "'pissa_niter_16' (fewer operations for large matrices) or 'olora'"
+        "'pissa_niter_16' (fewer operations for large matrices), 'olora', or 'loftq' (over codes)"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from ed_infra.errors import ConfigError
 from ed_infra.options import Count, Options, choice
@@ -29,6 +29,16 @@ def _check_start(value: bool | str) -> bool | str:
         return parse_lora_start(value)
     except ConfigError as error:
         raise ValueError(str(error)) from None
+
+
+class LoftQSection(Options):
+    """`lora.loftq_config`: the codes of LoftQ, with the names and defaults of PEFT."""
+
+    loftq_bits: Literal[4, 8] = 4
+    """Bits of a code of the base: 4 (nf4, a scale for 64 inputs) or 8 (int8, a scale for each
+    output)."""
+    loftq_iter: Annotated[int, Field(ge=1, le=100)] = 1
+    """Number of times that codes and adapter are fitted, in turn."""
 
 
 class LoraSection(Options):
@@ -72,12 +82,26 @@ class LoraSection(Options):
     it is the part of each matrix with the largest singular values; `pissa_niter_16` finds this part
     by 16 iterations, which is faster for large matrices. `olora`: it is a part of a QR
     decomposition. Training computes with the remaining part of the matrix, and the saved adapter
-    has twice the rank and fits the unchanged base. Not with `quantization.model`."""
+    has twice the rank and fits the unchanged base. `loftq`: the matrices become codes, and the
+    adapter is a part of their error. Not with `quantization.model`."""
+    loftq_config: LoftQSection | None = None
+    """Codes of `init_lora_weights: loftq`; they are computed from a base that is not quantized."""
 
     @property
     def decomposes_weights(self) -> bool:
-        """Whether new adapters start as a part of the weights."""
+        """Whether the initial values of new adapters are computed from the weights."""
         return isinstance(self.init_lora_weights, str)
+
+    @property
+    def subtracts_start(self) -> bool:
+        """Whether new adapters start as a part of the weights, which each layer subtracts."""
+        return self.decomposes_weights and self.init_lora_weights != "loftq"
+
+    @model_validator(mode="after")
+    def _codes_of_loftq(self) -> LoraSection:
+        if self.loftq_config is not None and self.init_lora_weights != "loftq":
+            raise ValueError("loftq_config: set init_lora_weights to loftq, or omit loftq_config")
+        return self
 
     @model_validator(mode="after")
     def _one_source(self) -> LoraSection:

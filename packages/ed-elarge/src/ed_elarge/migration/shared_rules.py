@@ -223,6 +223,12 @@ def put_start(conversion: Conversion, key: str, value: object) -> None:
         conversion.changes[key] = str(error)
 
 
+def put_loftq_config(conversion: Conversion, key: str, value: object) -> None:
+    """Set the codes of LoftQ; an empty mapping is PEFT's default."""
+    if value:
+        conversion.put("lora.loftq_config", value, key)
+
+
 def remove_adapters(conversion: Conversion) -> None:
     """Remove the options of adapters from a run that trains all parameters."""
     for path in [path for path in conversion.values if path.startswith("lora.")]:
@@ -392,6 +398,7 @@ PEFT_RULES: dict[str, KeyRule] = {
         for key in ("exclude_modules", "layers_to_transform", "layers_pattern", "target_parameters")
     },
     "init_lora_weights": KeyRule("lora.init_lora_weights", put_start),
+    "loftq_config": KeyRule("lora.loftq_config", put_loftq_config),
     "bias": lose("adapters have no bias", "none"),
     "peft_type": lose("adapters are LoRA", "LORA"),
     **{

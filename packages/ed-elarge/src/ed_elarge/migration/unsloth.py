@@ -30,6 +30,11 @@ def _put_wandb(conversion: Conversion, key: str, value: object) -> None:
         put_project(conversion, key, value)
 
 
+def _put_loftq(conversion: Conversion, key: str, value: object) -> None:
+    if is_true(value):
+        conversion.put("lora.init_lora_weights", "loftq", key)
+
+
 #: Key of a file of Unsloth's command line -> its rule.
 UNSLOTH_RULES: dict[str, KeyRule] = {
     "model": copy_to("model.name_or_path"),
@@ -58,7 +63,7 @@ UNSLOTH_RULES: dict[str, KeyRule] = {
     "lora.target_modules": KeyRule("lora.targets", put_targets),
     "lora.use_rslora": copy_to("lora.rslora"),
     "lora.use_dora": copy_to("lora.dora"),
-    "lora.use_loftq": lose("lora.init_lora_weights: pissa, over a base that is not quantized"),
+    "lora.use_loftq": KeyRule("lora.init_lora_weights: loftq", _put_loftq),
     "lora.vision_all_linear": lose(_PARTS),
     "lora.finetune_vision_layers": lose(_PARTS, True),
     "lora.finetune_language_layers": lose(_PARTS, True, False),
@@ -115,6 +120,8 @@ def finish_unsloth(conversion: Conversion) -> None:
         conversion.put_default(path, value)
     if source.get("training.training_type", "lora") != "lora":
         remove_adapters(conversion)
+    elif "lora.init_lora_weights" in values:
+        conversion.omitted["training.load_in_4bit"] = "LoftQ computes the codes of the weights"
     elif source.get("training.load_in_4bit") is not False:
         path = "quantization.model.quantization_method"
         conversion.put(path, "nf4", "training.load_in_4bit")

@@ -38,12 +38,14 @@ class PlannedCodes:
         group_size: values that share a scale; None = the default of the format.
         double: whether the scales are quantized, too.
         pattern: regular expression over the names of layers.
+        matrices: names of the matrices of these layers.
     """
 
     dtype: str
     group_size: int | None = None
     double: bool = False
     pattern: str = ""
+    matrices: tuple[str, ...] = ("kernel", "embedding")
 
     def selects(self, tensor: PlanTensor) -> bool:
         """Return whether a parameter is a matrix that the format stores."""
@@ -53,7 +55,7 @@ class PlannedCodes:
         is_matrix = len(tensor.shape) == 2 or tensor.axes[:1] == ("expert",)
         if tensor.adapter or tensor.dtype or not is_matrix or layer.endswith(".gate"):
             return False
-        return last in ("kernel", "embedding") and re.search(self.pattern, layer) is not None
+        return last in self.matrices and re.search(self.pattern, layer) is not None
 
     def count_bytes(self, tensor: PlanTensor, mesh: PlanMesh) -> int:
         """Return the bytes of codes and scales on one device."""

@@ -7,16 +7,18 @@ from typing import Any
 
 from ed_esurge.config import EngineConfig
 from ed_infra.errors import ConfigError
-from ed_infra.specs import EasyDeLQuantizationConfig
+from ed_infra.specs import FORMAT_OF_BITS, EasyDeLQuantizationConfig
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.groups import GRPOArguments
 
 from ed_elarge.building.dtypes import plan_param_dtype
-from ed_elarge.config.adaptation import LoraSection
+from ed_elarge.config.adaptation import LoftQSection, LoraSection
 from ed_elarge.config.run_config import RunConfig
 from ed_elarge.config.sections import add_rollout_defaults
 from ed_elarge.plan.quantized import PlannedCodes
 
+#: Layers of a specification of adapters without targets.
+DEFAULT_TARGETS = r"^(?!lm_head$|score$|mtp[./])"
 #: Methods of `speculative_config` without a model and without memory on the device.
 _DRAFTS_OF_TEXT = ("ngram", "suffix")
 
@@ -246,7 +248,13 @@ def plan_codes(run: RunConfig) -> PlannedCodes | None:
     Raises:
         ConfigError: weights are trained in a format.
     """
-    section = run.weight_format
+    section, lora = run.weight_format, run.lora
+    if section is None and lora is not None and lora.init_lora_weights == "loftq":
+        bits = LoftQSection() if lora.loftq_config is None else lora.loftq_config
+        targets = "|".join(f"(?:{one})" for one in lora.targets or (DEFAULT_TARGETS,))
+        pattern = rf"^(?!.*\bexperts\b).*?(?:{targets})"  # no codes of experts
+        name = FORMAT_OF_BITS[bits.loftq_bits]
+        return PlannedCodes(name, pattern=pattern, matrices=("kernel",))
     if section is None:
         return None
     if section.simulate:

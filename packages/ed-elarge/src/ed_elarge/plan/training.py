@@ -18,7 +18,7 @@ from ed_elarge.plan.buffers import ACCELERATOR, Buffers
 from ed_elarge.plan.mesh import PlanMesh
 from ed_elarge.plan.optimizer import Moments
 from ed_elarge.plan.quantized import count_dequantized_values, count_weight_bytes
-from ed_elarge.plan.settings import ROW_ARRAYS, Training
+from ed_elarge.plan.settings import DEFAULT_TARGETS, ROW_ARRAYS, Training
 from ed_elarge.plan.tensors import DTYPE_SIZES, ModelShapes, PlanTensor
 
 #: Parts that are arguments of the step and exist between steps.
@@ -78,7 +78,7 @@ def step(
     )
     parts["reference"] = parts["parameters"] if settings.has_copy and settings.refers else 0
     parts["adapters"] = sum(4 * mesh.shard(t) for t in added)
-    if settings.lora is not None and settings.lora.decomposes_weights:
+    if settings.lora is not None and settings.lora.subtracts_start:
         layers = {t.name.removesuffix(".kernel") for t in base}
         initial_matrices = [
             t
@@ -181,15 +181,11 @@ def _experts(tensors: tuple[PlanTensor, ...], mesh: PlanMesh) -> int:
     return sum(mesh.shard(t) // t.layers for t in tensors if t.axes[:1] == ("expert",))
 
 
-#: Layers of a specification without targets.
-_ALL_LINEAR = r"^(?!lm_head$|score$|mtp[./])"
-
-
 def iterate_adapter_tensors(
     section: LoraSection, tensors: Sequence[PlanTensor]
 ) -> Iterator[PlanTensor]:
     """Yield the matrices A and B of every adapted layer, and the lengths of DoRA."""
-    patterns = [re.compile(pattern) for pattern in section.targets or (_ALL_LINEAR,)]
+    patterns = [re.compile(pattern) for pattern in section.targets or (DEFAULT_TARGETS,)]
     for tensor in tensors:
         layer, _, last = tensor.name.rpartition(".")
         if last not in ("kernel", "embedding") or layer.endswith(".gate") or len(tensor.shape) < 2:

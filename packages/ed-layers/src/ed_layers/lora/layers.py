@@ -122,7 +122,7 @@ class LoRALinear(Linear):
             axes = base.kernel.get_metadata().get("axes", (None, None))
             length = jnp.linalg.norm(base.kernel.get_value().astype(jnp.float32), axis=0)
             self.lora_magnitude = nnx.LoRAParam(length, axes=(axes[1],))
-        if spec.decomposes_weights:
+        if spec.subtracts_start:
             self.lora_initial_a = InitialMatrix.like(self.lora_a)
             self.lora_initial_b = InitialMatrix.like(self.lora_b)
         self.spec = spec
@@ -132,7 +132,7 @@ class LoRALinear(Linear):
         """The matrix with its update, as an argument of `dot`."""
         a, b = self.lora_a.get_value(), self.lora_b.get_value()
         initial = None
-        if self.spec.decomposes_weights:
+        if self.spec.subtracts_start:
             initial = (self.lora_initial_a.get_value(), self.lora_initial_b.get_value())
         weight = LowRank(self.kernel.get_value(), a, b, scale=self.spec.scale, initial=initial)
         if not self.spec.dora:

@@ -45,15 +45,9 @@ def decompose_weights(layers: Iterable[tuple[tuple[Any, ...], AdaptedLayer]]) ->
         ConfigError: the weights are quantized.
     """
     for path, layer in layers:
-        if not isinstance(layer, LoRALinear) or not layer.spec.decomposes_weights:
+        if not isinstance(layer, LoRALinear) or not layer.spec.subtracts_start:
             continue
-        kernel = layer.kernel.get_value()
-        if not isinstance(kernel, jax.Array):
-            name = ".".join(map(str, path))
-            raise ConfigError(
-                f"init_lora_weights {layer.spec.init_lora_weights!r} decomposes the weights, and "
-                f"those of {name} are quantized: omit init_lora_weights, or the quantization"
-            )
+        kernel = get_plain_kernel(path, layer)
         if isinstance(kernel, Tracer):
             continue
         pairs = [
@@ -65,6 +59,22 @@ def decompose_weights(layers: Iterable[tuple[tuple[Any, ...], AdaptedLayer]]) ->
             for prefix in ("lora_", "lora_initial_"):
                 # A training step donates the buffers of A and B, so the initial values need theirs.
                 getattr(layer, f"{prefix}{name}").set_value(jax.numpy.array(value))
+
+
+def get_plain_kernel(path: tuple[Any, ...], layer: LoRALinear) -> jax.Array:
+    """Return the weights of a layer with initial values that are computed from them.
+
+    Raises:
+        ConfigError: the weights are quantized.
+    """
+    kernel = layer.kernel.get_value()
+    if not isinstance(kernel, jax.Array):
+        name = ".".join(map(str, path))
+        raise ConfigError(
+            f"init_lora_weights {layer.spec.init_lora_weights!r} decomposes the weights, and "
+            f"those of {name} are quantized: omit init_lora_weights, or the quantization"
+        )
+    return kernel
 
 
 def decompose_matrix(
@@ -81,10 +91,25 @@ def decompose_matrix(
             basis = find_subspace(weight, rank, int(iterations))
         else:
             basis = find_largest_directions(weight, rank)
-        left, values, right = np.linalg.svd(basis.T @ weight, full_matrices=False)
-        roots = np.sqrt(values / spec.scale)
-        part_a, part_b = basis @ left * roots, roots[:, None] * right
-    missing_ranks = spec.rank - rank
+        part_a, part_b = factor_matrix(weight, basis, spec.scale)
+    return pad_ranks(part_a, part_b, spec.rank)
+
+
+def factor_matrix(
+    weight: Float[np.ndarray, "i o"], basis: Float[np.ndarray, "i r"], scale: float = 1.0
+) -> tuple[Float[np.ndarray, "i r"], Float[np.ndarray, "r o"]]:
+    """Return the singular vectors of a matrix in the span of a basis, times the roots of the
+    singular values, which are divided by the scale."""
+    left, values, right = np.linalg.svd(basis.T @ weight, full_matrices=False)
+    roots = np.sqrt(values / scale)
+    return basis @ left * roots, roots[:, None] * right
+
+
+def pad_ranks(
+    part_a: Float[np.ndarray, "i n"], part_b: Float[np.ndarray, "n o"], rank: int
+) -> tuple[Float[np.ndarray, "i r"], Float[np.ndarray, "r o"]]:
+    """Return two factors of the rank, float32; the missing rows and columns are zero."""
+    missing_ranks = rank - part_a.shape[1]
     part_a = np.pad(part_a, ((0, 0), (0, missing_ranks)))
     part_b = np.pad(part_b, ((0, missing_ranks), (0, 0)))
     return part_a.astype(np.float32), part_b.astype(np.float32)

@@ -1,8 +1,11 @@
-"""Adapters of PEFT that were trained on changed weights of the base (PiSSA, OLoRA), after loading.
+"""Adapters of PEFT that were trained on changed weights of the base, after loading.
 
-PEFT saves only the trained adapter, and subtracts the initial part of W again when it loads one
-(`ed_models.adapters.decomposition`). Here the base stays unchanged. The adapter has twice the rank,
-and its second half subtracts the initial part.
+PEFT saves only the trained adapter, and changes the base again when it loads one:
+
+- PiSSA and OLoRA subtract the initial part of W (`ed_models.adapters.decomposition`). Here the base
+  stays unchanged. The adapter has twice the rank, and its second half subtracts the initial part.
+- LoftQ replaces W by codes (`ed_models.adapters.loftq`), also here. A base of such codes is used as
+  it is, if its codes do not depend on the adapter.
 
 Legend: i in features, o out features, r rank.
 """
@@ -13,12 +16,16 @@ import jax
 import numpy as np
 from ed_infra import parameter_names
 from ed_infra.errors import ConfigError
+from ed_infra.specs import FORMAT_OF_BITS, LoraSpec
 from ed_layers.quantization.qarray import QArray
+from ed_layers.quantization.stored import Scales
 from flax import nnx
 from jaxtyping import Float
 
 from ed_models.adapters.decomposition import find_largest_directions
-from ed_models.adapters.peft_layout import Matrix, as_slice
+from ed_models.adapters.loftq import NF4_BLOCK
+from ed_models.adapters.lora import lora_layers
+from ed_models.adapters.peft_layout import Matrix, as_slice, find_matrices
 from ed_models.adapters.saved_modules import base_state
 from ed_models.adapters.values import LayerAdapter
 from ed_models.checkpoints.saving import LayerReader, layer_values
@@ -29,17 +36,9 @@ def fit_unchanged_base(
 ) -> LayerAdapter:
     """Return an adapter for the unchanged base; of a model without values, the adapter itself."""
     state = base_state(model)
-    leaves = jax.tree.leaves(state)
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+    if _is_abstract(state):
         return adapter
-    names = {piece.ours for piece in matrix.pieces}
-    quantized = [
-        name
-        for path, variable in nnx.to_flat_state(state)
-        if isinstance(variable.get_value(), QArray)
-        for name in parameter_names.canonical(path)
-        if name in names
-    ]
+    quantized = _find_codes(state, matrix)
     if quantized or matrix.experts is not None:
         kind = "quantized" if quantized else "those of experts"
         raise ConfigError(
@@ -48,6 +47,73 @@ def fit_unchanged_base(
             "not quantized, merge it, and quantize the merged model"
         )
     return subtract_initial_part(adapter, matrix, read_matrix(matrix, layer_values(state)), start)
+
+
+def check_codes(spec: LoraSpec, matrix: Matrix, model: nnx.Module) -> None:
+    """Check that an adapter that started with LoftQ fits the codes of a quantized base.
+
+    Raises:
+        ConfigError: the adapter needs other codes.
+    """
+    config = spec.loftq_config
+    if config is None:
+        return
+    name, size = FORMAT_OF_BITS[config.loftq_bits], NF4_BLOCK if config.loftq_bits == 4 else None
+    for codes in _find_codes(base_state(model), matrix):
+        group_size = codes.shape[-2] if size is None else size
+        is_equal = (codes.format, codes.group_size) == (name, group_size)
+        if is_equal and not isinstance(codes.scale, Scales) and config.loftq_iter == 1:
+            continue
+        raise ConfigError(
+            f"the adapter was trained over the codes of LoftQ (loftq_bits {config.loftq_bits}, "
+            f"loftq_iter {config.loftq_iter}), and {matrix.name} has {codes.format} in groups of "
+            f"{codes.group_size}: load it onto the base that is not quantized, whose codes are "
+            "then computed. If this base was saved after LoftQ, set init_lora_weights to true in "
+            "adapter_config.json"
+        )
+
+
+def check_separate(model: nnx.Module) -> None:
+    """Check that the codes of LoftQ are those of PEFT, which reads transformers' matrices.
+
+    Args:
+        model: with new adapters.
+
+    Raises:
+        ConfigError: transformers stores several of our matrices as one, and codes that are fitted
+            more than once depend on the adapter of the whole matrix.
+    """
+    iterations = {
+        name: layer.spec.loftq_config.loftq_iter
+        for path, layer in lora_layers(model)
+        if layer.spec.loftq_config is not None
+        for name in parameter_names.canonical(parameter_names.normalize_parameter_name(path))
+    }
+    if not iterations or max(iterations.values()) == 1:
+        return
+    for matrix in find_matrices(model).values():
+        names = {piece.ours for piece in matrix.pieces}
+        if len(names) > 1 and any(name.rpartition(".")[0] in iterations for name in names):
+            raise ConfigError(
+                f"transformers stores {', '.join(sorted(names))} as one matrix ({matrix.name}), "
+                "and PEFT would fit its codes to one adapter: set loftq_iter to 1, with which the "
+                "codes do not depend on the adapter"
+            )
+
+
+def _find_codes(state: nnx.State, matrix: Matrix) -> list[QArray]:
+    """Return the quantized matrices that a matrix of transformers' model consists of."""
+    names = {piece.ours for piece in matrix.pieces}
+    return [
+        variable.get_value()
+        for path, variable in nnx.to_flat_state(state)
+        if isinstance(variable.get_value(), QArray)
+        and not names.isdisjoint(parameter_names.canonical(path))
+    ]
+
+
+def _is_abstract(state: nnx.State) -> bool:
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state))
 
 
 def subtract_initial_part(

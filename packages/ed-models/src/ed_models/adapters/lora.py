@@ -23,6 +23,7 @@ from ed_layers.transform import Replace, rejoin, transform
 from flax import nnx
 
 from ed_models.adapters.decomposition import decompose_weights
+from ed_models.adapters.loftq import start_over_codes
 from ed_models.adapters.saved_modules import find_parameters, with_saved_modules
 
 M = TypeVar("M", bound=nnx.Module)
@@ -49,6 +50,7 @@ def apply_lora(
     """
     adapted = attach_adapters(model, spec, key=key)
     decompose_weights(lora_layers(adapted))
+    start_over_codes(lora_layers(adapted))
     return adapted
 
 

@@ -18,6 +18,7 @@ from ed_infra.errors import ConfigError, unknown_name
 from ed_infra.specs import LoraSpec
 from flax import nnx
 
+from ed_models.adapters.initial_values import check_separate
 from ed_models.adapters.lora import apply_lora, has_lora, merge_lora, remove_lora
 from ed_models.adapters.peft import read_adapter
 from ed_models.adapters.token_tables import add_token_rows
@@ -77,6 +78,7 @@ def add_adapter(model: M, spec: LoraSpec | Mapping[LoraSpec, list[str]], name: s
     """Return the model with a new active adapter."""
     base, waiting = _set_aside(model, new=name)
     adapted = apply_lora(cast(nnx.Module, base), spec, key=jax.random.key(seed))
+    check_separate(adapted)
     return _with(cast(M, adapted), name, waiting)
 
 

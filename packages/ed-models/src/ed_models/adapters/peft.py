@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from flax import nnx
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from ed_models.adapters.initial_values import fit_unchanged_base
+from ed_models.adapters.initial_values import check_codes, fit_unchanged_base
 from ed_models.adapters.peft_layout import (
     EXPERT_PARAMETERS,
     Matrix,
@@ -381,7 +382,12 @@ def _settings(
         }
         return ends if matching_names == target_names else sorted(target_names)
 
+    start: dict[str, object] = {}
+    if first.loftq_config is not None:
+        loftq_config = asdict(first.loftq_config)
+        start = {"init_lora_weights": first.init_lora_weights, "loftq_config": loftq_config}
     return {
+        **start,
         "peft_type": "LORA",
         "task_type": task_type,
         "base_model_name_or_path": base,
@@ -476,6 +482,8 @@ def _ours(
         layer_adapter = LayerAdapter(spec, *ours, magnitude)
         if start is not None and not matrix.is_embedding:
             layer_adapter = fit_unchanged_base(layer_adapter, matrix, model, start)
+        if not matrix.is_embedding:
+            check_codes(spec, matrix, model)
         adapter |= split_adapter(matrix, layer_adapter, shapes)
     _check_fits(wrong, directory)
     return adapter

@@ -16,7 +16,7 @@ _APPLIED = frozenset(
     {
         *("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"),
         *("rank_pattern", "alpha_pattern", "modules_to_save", "target_parameters"),
-        *("init_lora_weights",),
+        *("init_lora_weights", "loftq_config"),
     }
 )
 #: Settings that only select modules, start training, or describe files. The tensors of an adapter
@@ -26,7 +26,7 @@ _WITHOUT_EFFECT = frozenset(
         *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
         *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
         *("inference_mode", "runtime_config", "fan_in_fan_out", "megatron_core"),
-        *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
+        *("eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
         # Written by earlier releases of PEFT and by ms-swift.
         *("merge_weights", "lora_dtype", "lorap_lr_ratio", "lorap_emb_lr"),
     }
@@ -52,6 +52,8 @@ _UNSUPPORTED: Mapping[str, object] = {
 _PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica")
 #: Initial values that PEFT subtracts from the weights of the base when it loads an adapter.
 SUBTRACTED_STARTS = ("pissa", "olora")
+#: Initial values for which PEFT replaces the weights of the base by codes when it loads an adapter.
+_CODES_START = "loftq"
 
 
 def read_adapter_settings(path: Path) -> dict[str, Any]:
@@ -97,7 +99,8 @@ def read_start(settings: Mapping[str, Any], path: Path) -> str | None:
         ConfigError: The adapter was trained on a base that cannot be computed from the weights.
     """
     start = settings.get("init_lora_weights")
-    if start is None or isinstance(start, bool) or str(start).lower() in _PLAIN_STARTS:
+    plain_starts = (*_PLAIN_STARTS, _CODES_START)
+    if start is None or isinstance(start, bool) or str(start).lower() in plain_starts:
         return None
     if str(start).lower() in SUBTRACTED_STARTS:
         return str(start).lower()
@@ -119,10 +122,14 @@ def get_pattern_value(name: str, patterns: Mapping[str, Any] | None, default: ob
 def build_spec(name: str, rank: int, settings: Mapping[str, Any]) -> LoraSpec:
     """Return rank and scale of one matrix; patterns of names override the settings of all."""
     default_alpha = settings.get("lora_alpha", rank)
+    start = settings.get("init_lora_weights")
+    over_codes = isinstance(start, str) and start.lower() == _CODES_START
     return LoraSpec(
         rank=rank,
         alpha=get_pattern_value(name, settings.get("alpha_pattern"), default_alpha),
         dropout=settings.get("lora_dropout") or 0.0,
         rslora=bool(settings.get("use_rslora")),
         dora=bool(settings.get("use_dora")),
+        init_lora_weights=_CODES_START if over_codes else True,
+        loftq_config=settings.get("loftq_config") if over_codes else None,
     )

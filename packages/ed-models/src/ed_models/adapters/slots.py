@@ -18,6 +18,7 @@ from ed_infra.rules import Rules
 from ed_layers.lora.layers import LowRank
 from ed_layers.lora.slots import LoRASlots, SlotParam
 from ed_layers.projections.linear import Linear
+from ed_layers.quantization.model import quantized_matrices
 from ed_layers.transform import Replace, transform
 from flax import nnx
 
@@ -81,6 +82,7 @@ def slot_values(model: nnx.Module, adapter: Adapter) -> nnx.State:
     """
     wrong: list[str] = []
     places = dict(_places(model))
+    codes = {name for names, _ in quantized_matrices(model) for name in names}
     for name, layer in adapter.items():
         parent, _, matrix = name.rpartition(".")
         if not isinstance(layer, LayerAdapter):
@@ -91,6 +93,8 @@ def slot_values(model: nnx.Module, adapter: Adapter) -> nnx.State:
             wrong.append(f"{parent}: experts")
         elif parent not in places:
             wrong.append(f"{parent}: a layer that serves no adapters")
+        elif layer.spec.quantizes_weights and name not in codes:
+            wrong.append(f"{parent}: LoftQ, whose codes the served matrix does not have")
         elif layer.spec.rank > places[parent]:
             wrong.append(f"{parent}: rank {layer.spec.rank} is above {places[parent]}")
         elif not (np.isfinite(layer.a).all() and np.isfinite(layer.b).all()):

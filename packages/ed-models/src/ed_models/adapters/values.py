@@ -15,6 +15,7 @@ from ed_infra.specs import LoraSpec
 from ed_layers.quantization.model import get_matrix
 from flax import nnx
 
+from ed_models.adapters.loftq import put_codes
 from ed_models.adapters.lora import attach_adapters, lora_layers
 from ed_models.adapters.saved_modules import put_saved_values, saved_values, with_saved_modules
 
@@ -93,7 +94,8 @@ def put_adapter(model: M, adapter: Adapter) -> M:
 
     Args:
         model: a model without an active adapter.
-        adapter: the values of an adapter for a model with the same shapes.
+        adapter: the values of an adapter for a model with the same shapes. Plain weights under an
+            adapter that started with LoftQ become its codes.
     """
     by_spec: dict[LoraSpec, list[str]] = {}
     layers, saved = get_layer_adapters(adapter), get_full_parameters(adapter)
@@ -101,6 +103,8 @@ def put_adapter(model: M, adapter: Adapter) -> M:
         by_spec.setdefault(layer.spec, []).append(name.rpartition(".")[0])
     adapted = attach_adapters(model, by_spec) if by_spec else model
     for path, layer in lora_layers(adapted):
+        if layer.spec.quantizes_weights and isinstance(get_matrix(layer)[1], nnx.Param):
+            put_codes(path, layer)
         path = parameter_names.normalize_parameter_name(path)
         names = [f"{name}.{get_matrix(layer)[0]}" for name in parameter_names.canonical(path)]
         for field in ("a", "b", "magnitude", "initial_a", "initial_b"):

@@ -249,10 +249,13 @@ def adapters_or_rules(run: RunConfig) -> Iterator[Problem]:
 def initial_adapters(run: RunConfig) -> Iterator[Problem]:
     """Reject initial values of adapters that decompose quantized weights."""
     if run.lora is not None and run.lora.decomposes_weights and run.weight_format is not None:
+        start = run.lora.init_lora_weights
         yield Problem(
             ("lora", "init_lora_weights"),
-            f"{run.lora.init_lora_weights} decomposes the weights of the base, and quantization "
-            "rounds them: omit init_lora_weights, or the quantization",
+            "loftq computes codes of the weights itself (lora.loftq_config): omit the quantization"
+            if start == "loftq"
+            else f"{start} decomposes the weights of the base, and quantization rounds them: omit "
+            "init_lora_weights, or the quantization",
         )
 
 
