@@ -150,7 +150,8 @@ def kinds(name: str, chosen_by: str, classes: Mapping[str, type[BaseModel]]) -> 
         several = {key: line for key, line in further[kind].items() if line in shared}
         yield from table(f"{name} ({chosen_by}: {kind})", model, 2, seen, known | several)
         if several:
-            yield f"Of the keys of several values: {', '.join(f'`{key}`' for key in several)}.\n"
+            keys = ", ".join(f"`{key}`" for key in several)
+            yield f"Keys that further values of `{chosen_by}` have: {keys}.\n"
 
 
 def reference() -> str:

@@ -116,7 +116,7 @@ def test_metrics_have_a_limited_size_after_every_possible_request():
         for endpoint in list_endpoints():
             methods = ["GET", "HEAD"] if endpoint.method == "GET" else [endpoint.method]
             route = Route(endpoint.path, lambda _: None, methods=methods)
-            statuses = {200, *endpoint.refusals, 404, 405, 414, 431, 499, 500, 503}
+            statuses = {200, *endpoint.error_statuses, 404, 405, 414, 431, 499, 500, 503}
             for method in (*HTTP_METHODS, "BREW", "X" * 40_000):
                 for status in statuses:
                     await request(route, method, status)

@@ -91,7 +91,7 @@ def estimate_memory(
 
     on_cpu = jax.default_backend() == "cpu"
     per_weight = width if quantization is None else _BYTES.get(quantization, _FOUR_BITS)
-    longest = files.text_field("max_position_embeddings", "n_positions")
+    longest = files.read_size("max_position_embeddings", "n_positions")
     length = min(options.max_model_len, longest or options.max_model_len)
     is_explicit = "max_num_seqs" in options.model_fields_set
     sequences = options.max_num_seqs if is_explicit or not on_cpu else _CPU_SEQUENCES

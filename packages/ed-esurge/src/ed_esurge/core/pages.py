@@ -83,7 +83,7 @@ class PageTables:
         """Used fraction of the fullest pool, 0 … 1."""
         return max((pool.usage for pool in self.pools.values()), default=0.0)
 
-    def begin(self, request: Request) -> int | None:
+    def attach_prefix(self, request: Request) -> int | None:
         """Assign the pages of the longest cached prefix to a request without pages.
 
         Returns:

@@ -462,7 +462,7 @@ class Scheduler:
     def _admit(self, request: Request, budget: int, num_rows: int) -> PlanRow | None:
         """Admit the first request of the queue. Return None, without changes, if pages are
         missing."""
-        brought = self.pages.begin(request)
+        brought = self.pages.attach_prefix(request)
         missing = request.num_tokens - request.num_computed
         count = min(missing, self.limits.chunk or missing, budget)
         if self.encoder is not None:

@@ -76,7 +76,7 @@ def _operation(endpoint: Endpoint, names: dict[str, dict[str, Any]]) -> dict[str
     envelope = answers.Error if endpoint.api is None else endpoint.api.error
     refused = {"application/json": {"schema": names[str(envelope)]}}
     responses = {"200": {"description": endpoint.summary, "content": content}}
-    for status in endpoint.refusals:
+    for status in endpoint.error_statuses:
         shape = refused
         if status == 503 and endpoint.returns is answers.HealthState:
             shape = content

@@ -47,12 +47,12 @@ class Endpoint:
     """An endpoint. Each module with handlers lists its endpoints in `ENDPOINTS`.
 
     Attributes:
-        answer: the handler. With a body: receives the model of the request, the body and the
-            request. Without a body: receives the `ServedModels` and the request.
+        handler: the function that answers. With a body: receives the model of the request, the
+            body and the request. Without a body: receives the `ServedModels` and the request.
         returns: model of the answer, or the media type of a text.
         accepts: model of the body; None without a body.
         streams: whether the answer can be a stream of events.
-        refusals: statuses of errors.
+        error_statuses: statuses of errors.
         whole_server: whether a handler with a body receives the `ServedModels` instead of a model.
         access: who may call the endpoint of a server with keys.
         batched: whether the lines of a batch may call the endpoint.
@@ -63,11 +63,11 @@ class Endpoint:
 
     path: str
     summary: str
-    answer: Callable[..., Awaitable[Response]]
+    handler: Callable[..., Awaitable[Response]]
     returns: type[BaseModel] | str
     accepts: type[RequestBody] | None = None
     streams: bool = False
-    refusals: tuple[int, ...] = READING
+    error_statuses: tuple[int, ...] = READING
     method: Literal["GET", "POST", "DELETE"] = "GET"
     whole_server: bool = False
     access: Access = "key"
@@ -80,7 +80,7 @@ class Endpoint:
 def post(
     path: str,
     summary: str,
-    answer: Callable[[ServedModel, Any, Request], Awaitable[Response]],
+    handler: Callable[[ServedModel, Any, Request], Awaitable[Response]],
     accepts: type[RequestBody],
     returns: type[BaseModel] | str,
     *,
@@ -95,7 +95,7 @@ def post(
     return Endpoint(
         path,
         summary,
-        answer,
+        handler,
         returns,
         accepts,
         streams,
@@ -129,7 +129,7 @@ def build_route(server: ServedModels, endpoint: Endpoint) -> NamedRoute:
         if endpoint.access == "admin":
             check_admin(request.scope)
         if accepts is None:
-            return await endpoint.answer(server, request)
+            return await endpoint.handler(server, request)
         unknown = server.state.unknown_fields
         ignored = request.scope[IGNORED_KEYS] = unknown.request()
         body = await reads(request, accepts, server.state.limits, ignored)
@@ -156,13 +156,13 @@ async def dispatch(
             not exist; otherwise see the endpoint.
     """
     if endpoint.whole_server:
-        return await endpoint.answer(server, body, request)
+        return await endpoint.handler(server, body, request)
     name = getattr(body, "model", None)
     async with AsyncExitStack() as stack:
         model = await stack.enter_async_context(server.using(name, get_owner(request.scope)))
         if endpoint.ability is not None and endpoint.ability not in model.abilities:
             raise unsupported_task(model, endpoint.ability)
-        work = endpoint.answer(model, body, request)
+        work = endpoint.handler(model, body, request)
         if endpoint.form or endpoint.access != "key":
             response = await work
         else:

@@ -183,7 +183,7 @@ class Checkpoints:
                 self._give_up(error)
         self._begun = None
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Read the outcome of the started checkpoint, without waiting."""
         if self._begun is not None and not self._manager.is_saving_in_progress():
             self.wait()

@@ -321,13 +321,15 @@ class TrainingLoop:
         del state
         self.meter.ready()
         self.job.notify("on_train_begin", self.step)
-        starts = self.step <= (self.arguments.step_start_point or 0)
-        begins = starts and self.arguments.eval_on_start and self.job.evaluator is not None
-        if begins or (not starts and self._evaluation_is_due()):
+        is_at_start = self.step <= (self.arguments.step_start_point or 0)
+        evaluates_at_start = (
+            is_at_start and self.arguments.eval_on_start and self.job.evaluator is not None
+        )
+        if evaluates_at_start or (not is_at_start and self._evaluation_is_due()):
             self._evaluate()
         while self.step < self.total and self._stopped_by is None:
             self._one_step()
-            self.checkpoints.look()
+            self.checkpoints.poll()
             ends_here = self.step == self.job.until
             if ends_here:
                 self.stop.ask("request")
@@ -352,7 +354,7 @@ class TrainingLoop:
                 if self._evaluation_is_due():
                     self._evaluate()
                 for probe in probes:
-                    self._look(probe)
+                    self._run_probe(probe)
                 if self._save_is_due():
                     with self.meter.spending("checkpoint"):
                         self._save()
@@ -456,7 +458,7 @@ class TrainingLoop:
         """Return whether a periodic task is due at this step; the last step counts."""
         return self.step == self.total or (every is not None and self.step % every == 0)
 
-    def _look(self, probe: Probe) -> None:
+    def _run_probe(self, probe: Probe) -> None:
         state = self._shown_state()
         weights = Weights(state.graphdef, state.graphstate, state.graphother, version=self.step)
         with self.meter.spending("evaluation"):

@@ -105,7 +105,7 @@ def check_data(run: RunConfig) -> Iterator[Problem]:
         return
     for key in ("informs", "eval_informs"):
         for i, inform in enumerate(getattr(mixture, key)):
-            for name, message in _inform(inform):
+            for name, message in _check_inform(inform):
                 yield Problem(("mixture", key, i, name), message)
     yield from _first_rows(run)
     for path, place in (
@@ -361,7 +361,7 @@ def _model_directory(path: ValuePath, value: str, needed: tuple[str, ...]) -> It
         yield Problem(path, f"no such directory, and a hub id is ORGANIZATION/NAME{missing}")
 
 
-def _inform(inform: Inform) -> Iterator[tuple[str, str]]:
+def _check_inform(inform: Inform) -> Iterator[tuple[str, str]]:
     """Yield `(key, message)` for each missing file or function of an inform."""
     if inform.kind == "python":
         yield from (("data_files", m) for m in _not_importable(str(inform.data_files)))

@@ -139,7 +139,7 @@ class CheckpointFiles:
             return type(error).__name__
         return ""
 
-    def text_field(self, *names: str) -> int | None:
+    def read_size(self, *names: str) -> int | None:
         """Return the first known field of the language model's configuration."""
         text = self.config.get("text_config")
         for fields in (self.config, text if isinstance(text, dict) else {}):
@@ -154,12 +154,12 @@ class CheckpointFiles:
 
         Layers with windows or recurrent states need less.
         """
-        layers = self.text_field("num_hidden_layers", "n_layer") or 0
-        heads = self.text_field("num_attention_heads", "n_head") or 1
-        width = self.text_field("head_dim")
+        layers = self.read_size("num_hidden_layers", "n_layer") or 0
+        heads = self.read_size("num_attention_heads", "n_head") or 1
+        width = self.read_size("head_dim")
         if width is None:
-            width = (self.text_field("hidden_size", "n_embd") or 0) // heads
-        cached = self.text_field("num_key_value_heads") or heads
+            width = (self.read_size("hidden_size", "n_embd") or 0) // heads
+        cached = self.read_size("num_key_value_heads") or heads
         return 2 * layers * cached * width * tokens * bytes_per_value
 
 

@@ -138,7 +138,7 @@ class ModelDirectory(Generic[ServedT]):
 
     def length(self, files: CheckpointFiles) -> int | None:
         """Return the maximum length of a sequence of a model; None if its files do not name it."""
-        longest = files.text_field("max_position_embeddings", "n_positions")
+        longest = files.read_size("max_position_embeddings", "n_positions")
         if longest is None or self.max_model_len is None:
             return longest
         return min(longest, self.max_model_len)

@@ -106,13 +106,13 @@ ENDPOINTS = (
         "Return the properties of a model in the format of llama.cpp's server.",
         props,
         ServerProps,
-        refusals=(*READING, 400, 404, 500, 503),
+        error_statuses=(*READING, 400, 404, 500, 503),
     ),
     Endpoint(
         "/slots",
         "Return the places for sequences in the format of llama.cpp's server.",
         slots,
         Slots,
-        refusals=(*READING, 400, 404, 500, 503),
+        error_statuses=(*READING, 400, 404, 500, 503),
     ),
 )

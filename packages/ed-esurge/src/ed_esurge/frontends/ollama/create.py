@@ -210,7 +210,7 @@ async def _refuse(server: ServedModels, request: Request) -> Response:
 
 
 _refused = partial(
-    Endpoint, answer=_refuse, returns=OllamaError, method="POST", refusals=(400, 401, 421)
+    Endpoint, handler=_refuse, returns=OllamaError, method="POST", error_statuses=(400, 401, 421)
 )
 
 
@@ -225,7 +225,7 @@ ENDPOINTS = (
         method="POST",
         whole_server=True,
         access="admin",
-        refusals=tuple(REFUSALS),
+        error_statuses=tuple(REFUSALS),
     ),
     Endpoint(
         "/api/copy",
@@ -236,7 +236,7 @@ ENDPOINTS = (
         method="POST",
         whole_server=True,
         access="admin",
-        refusals=tuple(REFUSALS),
+        error_statuses=tuple(REFUSALS),
     ),
     Endpoint(
         "/api/delete",
@@ -247,7 +247,7 @@ ENDPOINTS = (
         method="DELETE",
         whole_server=True,
         access="admin",
-        refusals=tuple(REFUSALS),
+        error_statuses=tuple(REFUSALS),
     ),
     _refused("/api/pull", "Refuse the download of a model."),
     _refused("/api/push", "Refuse the upload of a model."),

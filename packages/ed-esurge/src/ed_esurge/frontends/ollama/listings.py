@@ -120,7 +120,7 @@ ENDPOINTS = (
         "Return the version of the server in the format of Ollama's API.",
         _version,
         Version,
-        refusals=(421,),
+        error_statuses=(421,),
         access="open",
     ),
 )

@@ -122,7 +122,7 @@ def _info(files: CheckpointFiles) -> dict[str, Any]:
         "general.parameter_count": files.parameters,
     }
     for key, names in _INFO.items():
-        if (value := files.text_field(*names)) is not None:
+        if (value := files.read_size(*names)) is not None:
             info[f"{family}.{key}"] = value
     return info
 
@@ -169,6 +169,6 @@ ENDPOINTS = (
         ShowRequest,
         method="POST",
         whole_server=True,
-        refusals=tuple(REFUSALS),
+        error_statuses=tuple(REFUSALS),
     ),
 )

@@ -60,6 +60,11 @@ async def playground(server: ServedModels, request: Request) -> HTMLResponse:
 
 ENDPOINTS = (
     Endpoint(
-        "/", "Return the playground page.", playground, "text/html", refusals=(421,), access="open"
+        "/",
+        "Return the playground page.",
+        playground,
+        "text/html",
+        error_statuses=(421,),
+        access="open",
     ),
 )

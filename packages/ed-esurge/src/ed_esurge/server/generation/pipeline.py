@@ -75,7 +75,7 @@ class RunningGeneration:
     """The running prompts of one request.
 
     Args:
-        kind: prefix of the request id.
+        id_prefix: prefix of the request id.
         numbered: whether the log and traces name each prompt by the request id and its index.
         size: counter of the bytes of the answer.
         stores: whether the endpoint stores the log-probabilities of the answer until its end.
@@ -92,7 +92,7 @@ class RunningGeneration:
         body: GenerationRequest,
         request: Request,
         tasks: list[PromptTask],
-        kind: str,
+        id_prefix: str,
         *,
         size: AnswerSize,
         numbered: bool = False,
@@ -101,7 +101,7 @@ class RunningGeneration:
         self.model, self.tasks, self._numbered = model, tasks, numbered
         self.size, self._counts = size, stores or not body.stream
         self._score_bytes = STORED_SCORE_BYTES if stores else SCORE_BYTES + SCORE_TEXT_BYTES
-        self.request_id = new_id(kind, body.request_id)
+        self.request_id = new_id(id_prefix, body.request_id)
         self._request = request
         self.prompt_tokens = sum(len(task.prompt) for task in tasks)
         self.truncated_tokens = sum(task.prompt.removed for task in tasks)
@@ -235,7 +235,7 @@ class ChatGeneration:
         model: ServedModel,
         body: ChatRequest,
         request: Request,
-        kind: str,
+        id_prefix: str,
         *,
         tokens: Sequence[int] = (),
         raw_prompt: EncodedPrompt | None = None,
@@ -245,7 +245,7 @@ class ChatGeneration:
         """Check a request, and create its prompt.
 
         Args:
-            kind: prefix of the request id.
+            id_prefix: prefix of the request id.
             tokens: token ids before the prompt.
             raw_prompt: prompt that replaces the messages. The reply is text only.
             context: see `PromptEncoder.check`.
@@ -297,7 +297,9 @@ class ChatGeneration:
             **more,
         )
         task = PromptTask(checked, params, encoder_inputs=prompt.encoder_inputs)
-        generation = RunningGeneration(model, body, request, [task], kind, size=size, stores=stores)
+        generation = RunningGeneration(
+            model, body, request, [task], id_prefix, size=size, stores=stores
+        )
         return cls(body, generation, ending, is_text_only=raw_prompt is not None, stores=stores)
 
     @cached_property

@@ -142,7 +142,7 @@ ENDPOINTS = (
         "Describe a model or an adapter.",
         one,
         ModelCard,
-        refusals=(*READING, 404),
+        error_statuses=(*READING, 404),
     ),
     post(
         "/tokenize",
@@ -159,6 +159,6 @@ ENDPOINTS = (
         "Return the configuration of the tokenizer.",
         info,
         TokenizerInfo,
-        refusals=(*READING, 404),
+        error_statuses=(*READING, 404),
     ),
 )

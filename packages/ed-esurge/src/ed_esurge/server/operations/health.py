@@ -127,8 +127,8 @@ async def _version(server: ServedModels, request: Request) -> JSONResponse:
     return JSONResponse({"version": server_version()})
 
 
-_probe = partial(Endpoint, refusals=(421, 503), access="open")
-_figures = partial(Endpoint, refusals=(421,), access="open")
+_probe = partial(Endpoint, error_statuses=(421, 503), access="open")
+_figures = partial(Endpoint, error_statuses=(421,), access="open")
 ENDPOINTS = (
     *(
         _probe(path, "Return whether the server accepts requests.", _ready, HealthState)

@@ -155,6 +155,6 @@ ENDPOINTS = (
         "Explain how the prompts of a recent request used the prefix cache.",
         _explain,
         PrefixReport,
-        refusals=(*READING, 404),
+        error_statuses=(*READING, 404),
     ),
 )

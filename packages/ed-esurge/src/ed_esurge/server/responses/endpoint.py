@@ -357,14 +357,14 @@ ENDPOINTS = (
         retrieve,
         ResponseAnswer,
         streams=True,
-        refusals=LISTING,
+        error_statuses=LISTING,
     ),
     Endpoint(
         _STORED,
         "Delete a stored response.",
         _delete_response,
         Deleted,
-        refusals=(*READING, 404),
+        error_statuses=(*READING, 404),
         method="DELETE",
     ),
     Endpoint(
@@ -372,7 +372,7 @@ ENDPOINTS = (
         "Cancel a background response.",
         _cancel_response,
         ResponseAnswer,
-        refusals=tuple(REFUSALS),
+        error_statuses=tuple(REFUSALS),
         method="POST",
     ),
     Endpoint(
@@ -380,6 +380,6 @@ ENDPOINTS = (
         "List the input items of a stored response.",
         input_items,
         InputItemList,
-        refusals=LISTING,
+        error_statuses=LISTING,
     ),
 )

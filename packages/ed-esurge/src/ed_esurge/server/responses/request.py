@@ -150,7 +150,7 @@ class PromptFields(RequestBody):
         return [tool for tool in self.tools if any(one.matches(tool) for one in choice.tools)]
 
     @property
-    def raw_tool(self) -> CustomTool | None:
+    def required_custom_tool(self) -> CustomTool | None:
         """The custom tool with a grammar that the response must call: the reply is its input."""
         choice = self.tool_choice
         if not isinstance(choice, NamedFunction) or choice.type != "custom":
@@ -203,7 +203,7 @@ class PromptFields(RequestBody):
             **self.chat_fields(),
         }
         request = validate_body(ChatRequest, fields).with_effort_as_hint()
-        raw = self.raw_tool
+        raw = self.required_custom_tool
         outputs = raw.format.outputs() if raw is not None else None
         for tool in request.tools:
             if raw is not None and outputs is not None and tool.function.name == raw.name:

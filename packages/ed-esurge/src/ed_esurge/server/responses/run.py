@@ -260,7 +260,7 @@ class ResponseRun:
         first = len(output)
         for number in range(1, MAX_ROUNDS + 1):
             output_items = OutputItems(
-                self._body.offered, raw=self._body.raw_tool is not None, first=first
+                self._body.offered, raw=self._body.required_custom_tool is not None, first=first
             )
             async with aclosing(self._changes(output_items)) as items:
                 async for new in items:

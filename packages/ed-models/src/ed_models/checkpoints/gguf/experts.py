@@ -92,7 +92,7 @@ def _read_latent(reading: FileReading) -> dict[str, Any]:
     return {**settings, "rope_parameters": {"mscale": scale, "mscale_all_dim": scale}}
 
 
-def _read_v2(reading: FileReading) -> dict[str, Any]:
+def _read_deepseek_v2(reading: FileReading) -> dict[str, Any]:
     grouped = (reading.get("expert_group_count") or 1) > 1
     return {
         **_read_latent(reading),
@@ -284,7 +284,7 @@ EXPERT_ROWS: tuple[Architecture, ...] = (
         required={"topk_method": "greedy"},
         rules=(*LATENT, *_CORRECTION),
         fields=_LATENT_FIELDS,
-        read=_read_v2,
+        read=_read_deepseek_v2,
         write=_write_v2,
         reshaped=_latent_shape,
     ),
