@@ -77,6 +77,10 @@ from ed_elarge.config.action_options import BenchmarkConfig as BenchmarkConfig
 from ed_models.families.bert import BertConfig as BertConfig
 from ed_models.families.bert import BertForMaskedLM as BertForMaskedLM
 from ed_models.families.bert import BertModel as BertModel
+from ed_models.families.biogpt import BioGptConfig as BioGptConfig
+from ed_models.families.biogpt import BioGptDecoderLayer as BioGptDecoderLayer
+from ed_models.families.biogpt import BioGptForCausalLM as BioGptForCausalLM
+from ed_models.families.biogpt import BioGptModel as BioGptModel
 from ed_infra.specs import BaseOperationConfig as _BlockSparseAttentionConfig
 from ed_models.families.bloom import BloomConfig as BloomConfig
 from ed_models.families.bloom import BloomDecoderLayer as BloomDecoderLayer
@@ -101,6 +105,10 @@ from ed_trainers import Callback as Callback
 from ed_infra import CausalLMOutput as CausalLMOutput
 from ed_infra import CheckpointError as CheckpointError
 from ed_trainers import CheckpointManager as CheckpointManager
+from ed_models.families.codegen import CodeGenConfig as CodeGenConfig
+from ed_models.families.codegen import CodeGenDecoderLayer as CodeGenDecoderLayer
+from ed_models.families.codegen import CodeGenForCausalLM as CodeGenForCausalLM
+from ed_models.families.codegen import CodeGenModel as CodeGenModel
 from ed_models.families.cohere2 import Cohere2Config as Cohere2Config
 from ed_models.families.cohere2 import Cohere2DecoderLayer as Cohere2DecoderLayer
 from ed_models.families.cohere2 import Cohere2ForCausalLM as Cohere2ForCausalLM
@@ -277,10 +285,18 @@ from ed_models.families.gpt2 import GPT2Config as GPT2Config
 from ed_models.families.gpt2 import GPT2DecoderLayer as GPT2DecoderLayer
 from ed_models.families.gpt2 import GPT2LMHeadModel as GPT2LMHeadModel
 from ed_models.families.gpt2 import GPT2Model as GPT2Model
+from ed_models.families.gpt_bigcode import GPTBigCodeConfig as GPTBigCodeConfig
+from ed_models.families.gpt_bigcode import GPTBigCodeDecoderLayer as GPTBigCodeDecoderLayer
+from ed_models.families.gpt_bigcode import GPTBigCodeForCausalLM as GPTBigCodeForCausalLM
+from ed_models.families.gpt_bigcode import GPTBigCodeModel as GPTBigCodeModel
 from ed_models.families.gptj import GPTJConfig as GPTJConfig
 from ed_models.families.gptj import GPTJDecoderLayer as GPTJDecoderLayer
 from ed_models.families.gptj import GPTJForCausalLM as GPTJForCausalLM
 from ed_models.families.gptj import GPTJModel as GPTJModel
+from ed_models.families.gpt_neo import GPTNeoConfig as GPTNeoConfig
+from ed_models.families.gpt_neo import GPTNeoDecoderLayer as GPTNeoDecoderLayer
+from ed_models.families.gpt_neo import GPTNeoForCausalLM as GPTNeoForCausalLM
+from ed_models.families.gpt_neo import GPTNeoModel as GPTNeoModel
 from ed_models.families.gpt_neox import GPTNeoXConfig as GPTNeoXConfig
 from ed_models.families.gpt_neox import GPTNeoXForCausalLM as GPTNeoXForCausalLM
 from ed_models.families.gpt_neox import GPTNeoXModel as GPTNeoXModel
@@ -1098,12 +1114,16 @@ BertForMultipleChoice = _ForMultipleChoice
 BertForQuestionAnswering = _ForQuestionAnswering
 BertForSequenceClassification = _ForSequenceClassification
 BertForTokenClassification = _ForTokenClassification
+BioGptForEmbedding = _ForEmbedding
+BioGptForSequenceClassification = _ForSequenceClassification
 BlockSparseAttentionConfig = _BlockSparseAttentionConfig
 BlockSparseAttn: _Mechanism
 BloomForEmbedding = _ForEmbedding
 BloomForSequenceClassification = _ForSequenceClassification
 CPOConfig = _CPOConfig
 CTCConfig = _CTCConfig
+CodeGenForEmbedding = _ForEmbedding
+CodeGenForSequenceClassification = _ForSequenceClassification
 Cohere2ForEmbedding = _ForEmbedding
 Cohere2ForSequenceClassification = _ForSequenceClassification
 Cohere2MoeForEmbedding = _ForEmbedding
@@ -1173,8 +1193,12 @@ FlexOlmoForSequenceClassification = _ForSequenceClassification
 FlexibleAttentionModule = _FlexibleAttentionModule
 GFPOConfig = _GFPOConfig
 GKDConfig = _GKDConfig
+GPTBigCodeForEmbedding = _ForEmbedding
+GPTBigCodeForSequenceClassification = _ForSequenceClassification
 GPTJForEmbedding = _ForEmbedding
 GPTJForSequenceClassification = _ForSequenceClassification
+GPTNeoForEmbedding = _ForEmbedding
+GPTNeoForSequenceClassification = _ForSequenceClassification
 GPTNeoXForEmbedding = _ForEmbedding
 GPTNeoXForSequenceClassification = _ForSequenceClassification
 GRPOConfig = _GRPOConfig
