@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from ed_esurge.command.foreign_flags import FOREIGN_FLAGS, LLAMA_CPP, VLLM, ForeignFlag
+from ed_esurge.command.foreign_flag import LLAMA_CPP, VLLM, ForeignFlag
+from ed_esurge.command.foreign_flags import FOREIGN_FLAGS
 
 from tools import pages
 from tools.pages import heading, row

@@ -15,6 +15,7 @@ from ed_esurge.command.load import ModelArguments, served_engine
 from ed_esurge.command.main import app, main
 from ed_esurge.server.options import ServerOptions
 from ed_infra.errors import ConfigError
+from released_flags import LLAMA_CPP, VLLM
 
 #: Flags that vLLM's documentation and recipes use most.
 COMMON = """
@@ -47,6 +48,13 @@ def flags_of(parameters) -> set[str]:
 
 def translated(line: str) -> list[str]:
     return translate_flags(shlex.split(line)).words
+
+
+@pytest.mark.parametrize("names", [VLLM, LLAMA_CPP], ids=["vllm", "llama.cpp"])
+def test_every_flag_of_a_released_server_is_known(names: str, parameters) -> None:
+    known = flags_of(parameters) | {name for flag in FOREIGN_FLAGS for name in flag.names}
+    # The parser answers --api-key: the arguments of a program are readable by every user.
+    assert set(names.split()) - known - {"--api-key", "-h", "--help", "--usage"} == set()
 
 
 def test_every_target_is_a_flag_of_the_server(parameters) -> None:

@@ -1,0 +1,149 @@
+"""Names of the flags of released servers, as their programs state them."""
+
+#: `vllm serve` 0.32.0.
+VLLM = """
+--additional-config --aggregate-engine-logging --all2all-backend --allow-credentials
+--allow-deprecated-quantization --allowed-headers --allowed-local-media-path
+--allowed-media-domains --allowed-methods --allowed-origins --anthropic-disabled-thinking-effort
+--api-key --api-server-count --async-scheduling --attention-backend --attention-config
+--aux-output-config --block-size --chat-template --chat-template-content-format --code-revision
+--cohere-format --cohere-is-reasoning-model --collect-detailed-traces --compilation-config
+--config --config-format --convert --cp-kv-cache-interleave-size --cpu-distributed-timeout-seconds
+--cpu-offload-gb --cpu-offload-params --cudagraph-capture-sizes --cudagraph-metrics
+--custom-histogram-buckets --data-parallel-address --data-parallel-backend
+--data-parallel-external-lb --data-parallel-hybrid-lb --data-parallel-multi-port-external-lb
+--data-parallel-rank --data-parallel-rpc-port --data-parallel-size --data-parallel-size-local
+--data-parallel-start-rank --data-parallel-supervisor-port --dbo-decode-token-threshold
+--dbo-prefill-token-threshold --dcp-comm-backend --dcp-kv-cache-interleave-size --dcp-q-replicate
+--decode-context-parallel-size --default-chat-template-kwargs --default-mm-loras --device-ids
+--device-memory-utilization --diffusion-config --disable-access-log-for-endpoints
+--disable-cascade-attn --disable-chunked-mm-input --disable-custom-all-reduce
+--disable-fastapi-docs --disable-hybrid-kv-cache-manager --disable-log-stats
+--disable-nccl-for-dp-synchronization --disable-sliding-window --disable-uvicorn-access-log
+--distributed-executor-backend --distributed-timeout-seconds --download-dir
+--dp-supervisor-probe-failure-threshold --dp-supervisor-probe-interval-s
+--dp-supervisor-probe-timeout-s --dp-sync-interval --dtype --ec-manager-config
+--ec-transfer-config --elastic-ep-max-dp-size --enable-auto-tool-choice
+--enable-batch-sharded-sampling --enable-chunked-prefill --enable-cumem-allocator --enable-dbo
+--enable-elastic-ep --enable-ep-weight-filter --enable-eplb --enable-expert-parallel
+--enable-fault-tolerance --enable-flash-late-interaction --enable-flashinfer-autotune
+--enable-force-include-usage --enable-hc-sp --enable-layerwise-nvtx-tracing --enable-log-deltas
+--enable-log-outputs --enable-log-requests --enable-logging-iteration-details --enable-lora
+--enable-mamba-cache-stochastic-rounding --enable-mamba-shared-prefix-checkpoint
+--enable-mfu-metrics --enable-mixed-moe-lora-format --enable-mm-embeds --enable-moe-shared-loras
+--enable-nccl-comm-suspend --enable-offline-docs --enable-per-request-metrics
+--enable-prefix-caching --enable-prompt-embeds --enable-prompt-tokens-details
+--enable-request-id-headers --enable-return-routed-experts --enable-scale-out
+--enable-server-load-tracking --enable-shm-tensor-arena --enable-sleep-mode --enable-ssl-refresh
+--enable-tokenizer-info-endpoint --enable-tower-connector-lora --enable-trace-replay
+--enforce-eager --engram-config --eplb-config --exclude-tools-when-tool-choice-none
+--expert-placement-strategy --fail-on-environ-validation --fault-tolerance-config
+--fingerprint-mode --fingerprint-value --fully-sharded-loras --gdn-prefill-backend
+--generation-config --gpu-memory-utilization --grpc --grpc-port --h11-max-header-count
+--h11-max-incomplete-event-size --headless --help --hf-config-path --hf-overrides --hf-token
+--host --ignore-patterns --interleave-mm-strings --io-processor-plugin --ir-op-priority
+--jit-monitor-mode --jit-monitor-verbose --kda-decode-backend --kda-prefill-backend
+--kernel-config --kv-cache-dtype --kv-cache-dtype-skip-layers --kv-cache-memory-bytes
+--kv-cache-metrics --kv-cache-metrics-sample --kv-events-config --kv-offloading-backend
+--kv-offloading-size --kv-sharing-fast-prefill --kv-transfer-config --language-model-only
+--limit-mm-per-prompt --linear-backend --load-format --log-config-file --log-error-stack
+--log-level --logging-config --logits-processors --logprobs-mode --long-prefill-token-threshold
+--long-prefill-token-threshold-adaptive --lora-dtype --lora-modules --lora-target-modules
+--mamba-backend --mamba-block-size --mamba-cache-dtype --mamba-cache-mode
+--mamba-cache-philox-rounds --mamba-ssm-cache-dtype --mamba-ssu-algorithm --master-addr
+--master-port --max-cpu-loras --max-cudagraph-capture-size --max-log-len --max-logprobs
+--max-lora-cls-labels --max-lora-rank --max-loras --max-model-len --max-num-active-seqs
+--max-num-batched-tokens --max-num-queued-reqs --max-num-queued-tokens --max-num-scheduled-tokens
+--max-num-seqs --max-parallel-loading-workers --media-io-kwargs --middleware
+--mm-device-do-normalize --mm-encoder-attn-backend --mm-encoder-attn-dtype
+--mm-encoder-fp8-scale-path --mm-encoder-fp8-scale-save-margin --mm-encoder-fp8-scale-save-path
+--mm-encoder-only --mm-encoder-tp-mode --mm-hasher-algorithm --mm-ipc-gpu-memory-gb
+--mm-processor-cache-gb --mm-processor-cache-type --mm-processor-device --mm-processor-kwargs
+--mm-shm-cache-max-object-size-mb --mm-tensor-ipc --model --model-class-overrides --model-impl
+--model-loader-extra-config --moe-backend --nnodes --node-rank --num-gpu-blocks-override
+--numa-bind --numa-bind-cpus --numa-bind-nodes --offload-backend --offload-group-size
+--offload-num-in-group --offload-params --offload-prefetch-step --optimization-level
+--otlp-traces-endpoint --override-generation-config --per-request-spec-decode-metrics
+--performance-mode --pipeline-parallel-size --pooler-config --port --prefill-context-parallel-size
+--prefill-schedule-interval --prefix-cache-retention-interval --prefix-caching-hash-algo
+--prefix-match-unit --profiler-config --pt-load-map-location --quantization --quantization-config
+--ray-workers-use-nsight --reasoning-config --reasoning-parser --reasoning-parser-plugin
+--renderer-num-workers --replayssm-buffer-len --response-role --return-sampling-mask
+--return-tokens-as-token-ids --revision --root-path --runner --safetensors-load-strategy
+--safetensors-prefetch-block-size --safetensors-prefetch-num-threads --scheduler-cls
+--scheduler-reserve-full-isl --scheduling-policy --seed --served-model-name
+--show-hidden-metrics-for-version --shutdown-timeout --skip-mm-profiling --skip-tokenizer-init
+--sleep-mode-offload-cudagraph --sleep-preserve-parameter-names --sparse-indexer-topk-backend
+--spec-method --spec-model --spec-tokens --specialize-active-lora --speculative-config
+--sse-keep-alive-interval --ssl-ca-certs --ssl-cert-reqs --ssl-certfile --ssl-ciphers
+--ssl-keyfile --stream-interval --structured-outputs-config --swa-bounded-replay
+--tensor-parallel-size --tokenizer --tokenizer-mode --tokenizer-revision --tokens-only
+--tool-call-parser --tool-parser-plugin --tool-server --tool-strict-level --trust-remote-code
+--trust-request-chat-template --trust-request-mm-kwargs --ubatch-size --uds --use-fp64-gumbel
+--use-replayssm --use-tqdm-on-load --uvicorn-log-level --video-pruning-method --video-pruning-rate
+--watermark --watermark-config --weight-transfer-config --worker-cls --worker-extension-cls
+"""
+#: `llama-server` in the source archive of llama-cpp-python 0.3.36.
+LLAMA_CPP = """
+--adaptive-decay --adaptive-target --agent --alias --api-key --api-key-file --api-prefix
+--backend-sampling --batch-size --binary-file --cache-idle-slots --cache-list --cache-prompt
+--cache-ram --cache-reuse --cache-type-k --cache-type-k-draft --cache-type-v --cache-type-v-draft
+--chat-template --chat-template-file --chat-template-kwargs --check-tensors --checkpoint-min-step
+--completion-bash --cont-batching --context-shift --control-vector --control-vector-layer-range
+--control-vector-scaled --cors-credentials --cors-headers --cors-methods --cors-origins --cpu-mask
+--cpu-mask-batch --cpu-mask-batch-draft --cpu-mask-draft --cpu-moe --cpu-moe-draft --cpu-range
+--cpu-range-batch --cpu-range-draft --cpu-strict --cpu-strict-batch --cpu-strict-batch-draft
+--cpu-strict-draft --ctx-checkpoints --ctx-size --defrag-thold --device --device-draft --draft
+--draft-max --draft-min --draft-n --draft-n-min --draft-p-min --draft-p-split --dry-allowed-length
+--dry-base --dry-multiplier --dry-penalty-last-n --dry-sequence-breaker --dynatemp-exp
+--dynatemp-range --embd-gemma-default --embd-normalize --embedding --embeddings --escape --file
+--fim-qwen-1.5b-default --fim-qwen-14b-spec --fim-qwen-30b-default --fim-qwen-3b-default
+--fim-qwen-7b-default --fim-qwen-7b-spec --fit --fit-ctx --fit-target --flash-attn
+--frequency-penalty --gpt-oss-120b-default --gpt-oss-20b-default --gpu-layers --gpu-layers-draft
+--grammar --grammar-file --hf-repo-draft --host --ignore-eos --image-max-tokens --image-min-tokens
+--jinja --json-schema --json-schema-file --keep --kv-offload --kv-unified --kv-unified-per-slot
+--lazy-mode --list-devices --load-mode --log-colors --log-disable --log-file --log-jsonl
+--log-prefix --log-prompts-dir --log-timestamps --log-verbose --log-verbosity --logit-bias
+--lookup-cache-dynamic --lookup-cache-static --lora-init-without-apply --main-gpu
+--mcp-servers-config --mcp-servers-json --media-path --metrics --min-p --mirostat --mirostat-ent
+--mirostat-lr --mmproj --mmproj-auto --mmproj-offload --mmproj-url --model-draft --models-autoload
+--models-dir --models-max --models-preset --mtmd-batch-max-tokens --n-cpu-ffn --n-cpu-moe
+--n-cpu-moe-draft --n-gpu-layers --n-gpu-layers-draft --n-predict --no-agent --no-cache-idle-slots
+--no-cache-prompt --no-cont-batching --no-context-shift --no-cors-credentials --no-escape
+--no-host --no-jinja --no-kv-offload --no-kv-unified --no-log-jsonl --no-log-prefix
+--no-log-timestamps --no-mmproj --no-mmproj-auto --no-mmproj-offload --no-models-autoload
+--no-op-offload --no-perf --no-prefill-assistant --no-reasoning-preserve --no-repack
+--no-skip-chat-parsing --no-slots --no-spec-draft-backend-sampling --no-ui --no-ui-mcp-proxy
+--no-warmup --no-webui --no-webui-mcp-proxy --numa --op-offload --override-kv --override-tensor
+--override-tensor-draft --path --perf --poll --poll-batch --poll-batch-draft --poll-draft
+--pooling --port --predict --prefill-assistant --presence-penalty --prio --prio-batch
+--prio-batch-draft --prio-draft --props --reasoning --reasoning-budget --reasoning-budget-message
+--reasoning-effort --reasoning-format --reasoning-preserve --repack --repeat-last-n
+--repeat-penalty --rerank --reranking --reuse-port --reverse-prompt --rope-freq-base
+--rope-freq-scale --rope-scale --rope-scaling --rpc --sampler-seq --samplers --sampling-seq --seed
+--skip-chat-parsing --sleep-idle-seconds --slot-prompt-similarity --slot-save-path --slots
+--spec-default --spec-draft-backend-sampling --spec-draft-cpu-mask --spec-draft-cpu-mask-batch
+--spec-draft-cpu-moe --spec-draft-cpu-range --spec-draft-cpu-strict --spec-draft-cpu-strict-batch
+--spec-draft-device --spec-draft-hf --spec-draft-model --spec-draft-n-cpu-moe --spec-draft-n-max
+--spec-draft-n-min --spec-draft-ncmoe --spec-draft-ngl --spec-draft-override-tensor
+--spec-draft-p-min --spec-draft-p-split --spec-draft-poll --spec-draft-poll-batch
+--spec-draft-prio --spec-draft-prio-batch --spec-draft-threads --spec-draft-threads-batch
+--spec-draft-type-k --spec-draft-type-v --spec-ngram-map-k-min-hits --spec-ngram-map-k-size-m
+--spec-ngram-map-k-size-n --spec-ngram-map-k4v-min-hits --spec-ngram-map-k4v-size-m
+--spec-ngram-map-k4v-size-n --spec-ngram-min-hits --spec-ngram-mod-n-match --spec-ngram-mod-n-max
+--spec-ngram-mod-n-min --spec-ngram-simple-min-hits --spec-ngram-simple-size-m
+--spec-ngram-simple-size-n --spec-ngram-size-m --spec-ngram-size-n --spec-synth-len
+--spec-synth-rates --spec-type --special --split-mode --spm-infill --sse-ping-interval
+--ssl-cert-file --ssl-key-file --swa-checkpoints --swa-full --tags --temp --temperature
+--tensor-split --threads --threads-batch --threads-batch-draft --threads-draft --threads-http
+--timeout --tools --tools-runtime --top-k --top-n-sigma --top-nsigma --top-p --typical --typical-p
+--ubatch-size --ui --ui-config --ui-config-file --ui-mcp-proxy --verbose --verbosity --version
+--video-ffmpeg-dir --video-fps --video-timestamp-interval --vision-gemma-12b-default
+--vision-gemma-4b-default --warmup --webui --webui-config --webui-config-file --webui-mcp-proxy
+--xtc-probability --xtc-threshold --yarn-attn-factor --yarn-beta-fast --yarn-beta-slow
+--yarn-ext-factor --yarn-orig-ctx -C -Cb -Cbd -Cd -Cr -Crb -Crd -a -ag -b -bf -bs -c -cb -cl -cmoe
+-cmoed -cms -cram -ctk -ctkd -ctv -ctvd -ctxcp -dev -devd -dt -e -f -fa -fit -fitc -fitt -hfd
+-hfrd -j -jf -kvo -kvu -l -lcd -lcs -lm -lv -lzm -md -mg -mm -mmu -n -ncffn -ncmoe -ncmoed -ngl
+-ngld -nkvo -no-ag -no-kvu -nocb -nr -ot -otd -r -rea -s -sm -sp -sps -t -tb -tbd -td -to -ts -ub
+-v
+"""
