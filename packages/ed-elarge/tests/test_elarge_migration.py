@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import released_keys
 import yaml
 from ed_elarge.command.foreign_files import PROGRAMS, convert_foreign_file, format_run_file
 from ed_elarge.command.main import app
 from ed_elarge.config import nodes
 from ed_elarge.config.normalize import normalize
+from ed_elarge.migration.axolotl import AXOLOTL_RULES
+from ed_elarge.migration.conversion import KeyRule
+from ed_elarge.migration.llama_factory import LLAMA_FACTORY_RULES
 from ed_infra.errors import ConfigError
 from foreign_files import AXOLOTL, TRL, UNSLOTH
 from llama_factory_files import DATASET_INFO, LLAMA_FACTORY
@@ -171,3 +175,23 @@ def test_run_files_of_local_rows_pass_the_dry_run(
         )
         result = runner.invoke(app, ["run", "run.yaml", "--dry-run"])
         assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
+    ("names", "rules"),
+    [(released_keys.AXOLOTL, AXOLOTL_RULES), (released_keys.LLAMA_FACTORY, LLAMA_FACTORY_RULES)],
+    ids=["axolotl", "llama-factory"],
+)
+def test_every_key_of_a_released_program_has_a_rule(names: str, rules: dict[str, KeyRule]) -> None:
+    assert set(names.split()) - rules.keys() == set()
+    assert [key for key in rules if len(key) < 2] == []
+
+
+def test_dft_of_llama_factory_is_the_loss_of_sft(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "{model_name_or_path: a/b, stage: sft, dataset: a/c, template: empty, use_dft_loss: true}"
+    )
+    converted = convert_foreign_file(path)
+    assert converted.values["trainer.loss_type"] == "dft"
+    assert "use_dft_loss" not in converted.changes

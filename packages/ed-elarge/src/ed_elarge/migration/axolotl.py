@@ -42,6 +42,7 @@ _METHODS = {
     "simpo": ("simpo", None),
     "grpo": ("grpo", None),
 }
+_NO_COUNTERPART = "no counterpart"
 _KERNELS = "every step is one compiled program"
 _ATTENTION = "the best attention is selected by base_config.values.attn_mechanism: auto"
 _TOKENS = "model.tokenizer: a folder with a tokenizer that has these tokens"
@@ -125,6 +126,15 @@ def _put_nested(conversion: Conversion, key: str, value: object) -> None:
         if rule is None:
             conversion.changes[f"{key}.{name}"] = "unknown here"
         else:
+            rule.convert(conversion, f"{key}.{name}", item)
+
+
+def _put_peft(conversion: Conversion, key: str, value: object) -> None:
+    for name, item in value.items() if isinstance(value, Mapping) else ():
+        rule = PEFT_RULES.get(str(name))
+        if rule is None:
+            conversion.changes[f"{key}.{name}"] = "unknown here"
+        elif item is not None:
             rule.convert(conversion, f"{key}.{name}", item)
 
 
@@ -304,7 +314,7 @@ AXOLOTL_RULES: dict[str, KeyRule] = {
         for key in (
             *("dataset_processes", "dataset_num_proc", "dataloader_prefetch_factor"),
             *("dataloader_pin_memory", "local_rank", "save_safetensors", "use_tensorboard"),
-            *("is_qwen_derived_model"),
+            "is_qwen_derived_model",
             *("activation_offloading", "layer_offloading", "skip_prepare_dataset", "debug"),
             *("sample_packing_group_size", "sample_packing_bin_size"),
             *("lora_on_cpu", "include_tkps", "remove_unused_columns"),
@@ -350,6 +360,111 @@ AXOLOTL_RULES: dict[str, KeyRule] = {
     "bfloat16": TRAINING_RULES["bf16"],
     "float16": TRAINING_RULES["fp16"],
     "max_packed_sequence_len": copy_to("mixture.pack_seq_length"),
+    "evaluation_strategy": copy_to("trainer.eval_strategy"),
+    "chat_template_kwargs": lose("the field chat_template_kwargs of a row"),
+    "ebft": lose(_NO_COUNTERPART),
+    "trainer_cls": lose(_NO_COUNTERPART),
+    "use_pose": lose(_NO_COUNTERPART),
+    "use_eaft": lose(_NO_COUNTERPART),
+    "curriculum_sampling": lose("no counterpart: the order of rows is random or that of the file"),
+    "use_onebitllms": lose(_NO_COUNTERPART),
+    "scaling_softmax": lose(_NO_COUNTERPART),
+    "reinit_weights": lose("model.config creates a model with new weights"),
+    "quantization": lose("`elarge quantize` after the training"),
+    "model_quantization_config": lose("quantization.model"),
+    "model_quantization_config_kwargs": lose("quantization.model"),
+    "quantize_moe_experts": lose("quantization.model"),
+    "num_labels": copy_to("trainer.num_labels"),
+    "cls_model_config": omit("the model type selects the class"),
+    "type_of_model": omit("the model type selects the class"),
+    "lora_rank_pattern": lose("no counterpart: adapters of a run have one rank"),
+    "lora_alpha_pattern": lose("no counterpart: adapters of a run have one alpha"),
+    "peft": KeyRule("the keys of `peft`", _put_peft),
+    "peft_layers_pattern": lose("lora.targets, patterns over the names of layers"),
+    "peft_layer_replication": lose(_NO_COUNTERPART),
+    "peft_trainable_token_indices": lose("lora.modules_to_save: [embed_tokens]"),
+    "loraplus_lr_embedding": lose("trainer.learning_rate_rules: [[embed, FACTOR]]"),
+    "dpo_use_weighting": copy_to("trainer.use_weighting"),
+    "rpo_alpha": lose("trainer.loss_type: [sigmoid, sft], with loss_weights"),
+    "dpo_norm_loss": lose(_NO_COUNTERPART),
+    "do_bench_eval": lose("actions: [{eval: {tasks: [...]}}]"),
+    "do_causal_lm_eval": lose("actions: [{eval: {tasks: [...]}}]"),
+    "dataset_shard_num": lose("write the rows of a shard into a file"),
+    "dataloader_drop_last": lose(_NO_COUNTERPART),
+    "eval_sequence_len": lose("mixture.pack_seq_length applies to held-out rows", None),
+    "role_boundaries": lose("a chat template with generation marks"),
+    "image_size": lose("edit preprocessor_config.json"),
+    "processor_kwargs": lose("edit preprocessor_config.json"),
+    "tokenizer_use_mistral_common": lose("the tokenizer of the checkpoint is used"),
+    "adam_epsilon2": lose("trainer.optimizer_kwargs"),
+    "adam_beta3": lose("trainer.optimizer_kwargs"),
+    **{
+        key: lose("trainer.optimizer_kwargs")
+        for key in ("dion_lr", "dion_momentum", "dion_rank_fraction", "dion_rank_multiple_of")
+    },
+    **{
+        key: lose("no counterpart: trainer.optimizer: adamw_8bit saves memory")
+        for key in (
+            *("qgalore_rank", "qgalore_update_proj_gap", "qgalore_scale", "qgalore_proj_type"),
+            *("qgalore_proj_quant", "qgalore_proj_bits", "qgalore_proj_group_size"),
+            *("qgalore_cos_threshold", "qgalore_gamma_proj", "qgalore_queue_size"),
+        )
+    },
+    **{
+        key: lose("no counterpart: trainer.scheduler lists the schedules")
+        for key in ("jagged_restart_steps", "jagged_restart_warmup_steps", "lr_div_factor")
+    },
+    "jagged_restart_anneal_steps": lose("no counterpart: trainer.scheduler lists the schedules"),
+    **{
+        key: lose("trainer.trainable_rules: [[PATTERN, true]]")
+        for key in ("lisa_n_layers", "lisa_step_interval", "lisa_layers_attribute")
+    },
+    **{
+        key: omit("it sets an option that is not used here")
+        for key in (
+            *("pose_split_on_token_ids", "pose_max_context_len", "pose_num_chunks"),
+            *("scaling_softmax_factor", "scaling_softmax_bias", "eaft_alpha", "eaft_k"),
+            *("relora_prune_ratio", "relora_prune_method", "relora_cpu_offload"),
+            *("bench_dataset", "bench_split", "eval_causal_lm_metrics", "dataset_shard_idx"),
+            *("fp8_config", "fp8_enable_fsdp_float8_all_gather", "image_resize_algorithm"),
+        )
+    },
+    **{
+        key: omit(_KERNELS)
+        for key in (
+            *("dpo_use_liger_kernel", "flash_optimum", "large_head_attention", "flash_attn_d512"),
+            *("sdpa_varlen", "fused_attn_kernel", "experts_implementation", "ring_attn_func"),
+            *("heads_k_stride", "gemma4_hybrid_attn_impl", "llama4_linearized_experts"),
+            *("torch_compile_mode", "torch_compile_options", "flex_attn_compile_kwargs"),
+            *("chunked_cross_entropy_num_chunks", "tiled_mlp_num_shards"),
+            *("tiled_mlp_use_original_mlp", "selective_checkpointing", "dpo_use_logits_to_keep"),
+        )
+    },
+    **{
+        key: omit("no effect on the result")
+        for key in (
+            *("embeddings_skip_upcast", "dynamic_checkpoint", "num_dataset_shards_to_save"),
+            *("shuffle_before_merging_datasets", "device", "ddp_bucket_cap_mb"),
+            *("ddp_broadcast_buffers", "torch_empty_cache_steps", "gc_collect_steps"),
+            *("sample_packing_mp_start_method", "pretrain_multipack_buffer_size"),
+            *("pretrain_multipack_attn", "streaming_multipack_buffer_size"),
+            *("fsdp_final_state_dict_type", "profiler_steps_start", "max_memory"),
+            *("gpu_memory_limit", "is_preprocess", "preprocess_iterable", "total_num_tokens"),
+            *("total_supervised_tokens", "sample_packing_eff_est", "axolotl_config_path"),
+            *("num_generation_samples", "generation_max_new_tokens", "generation_temperature"),
+            *("generation_top_p", "generation_top_k", "generation_prompt_ratio"),
+            *("generation_do_sample", "experimental_skip_move_to_device", "capabilities"),
+            *("env_capabilities", "peft_ensure_weight_tying", "peft_autocast_adapter_dtype"),
+            *("merge_lora", "merge_method", "hf_mlflow_log_artifacts", "comet_api_key"),
+            *("comet_workspace", "comet_mode", "comet_online", "comet_experiment_config"),
+            *("use_otel_metrics", "otel_metrics_host", "otel_metrics_port", "gradio_title"),
+            *("gradio_share", "gradio_server_name", "gradio_server_port", "ple_cpu_offload"),
+            *("gradio_max_new_tokens", "gradio_temperature", "ray_run_name"),
+            *("ray_num_workers", "resources_per_worker", "fp32_norms", "fp32_norm_classes"),
+            *("dpo_padding_free", "batch_flattening", "dpo_generate_during_eval"),
+        )
+    },
+    "pretraining_sample_concatenation": copy_to("mixture.pack_tokens"),
 }
 #: Path -> the default of Axolotl.
 _DEFAULTS: dict[str, object] = {

@@ -113,6 +113,13 @@ def _put_swanlab(conversion: Conversion, key: str, value: object) -> None:
 
 
 #: Key of a file of LLaMA-Factory -> its rule.
+
+
+def _put_dft(conversion: Conversion, key: str, value: object) -> None:
+    if is_true(value):
+        conversion.put("trainer.loss_type", "dft", key)
+
+
 LLAMA_FACTORY_RULES: dict[str, KeyRule] = {
     **TRAINING_RULES,
     **ADAPTER_RULES,
@@ -174,7 +181,7 @@ LLAMA_FACTORY_RULES: dict[str, KeyRule] = {
     "val_size": KeyRule("mixture.eval_fraction", put_hold_out),
     "disable_shuffling": lose("mixture.shuffle_buffer_size: 1"),
     "pure_bf16": KeyRule("loader.param_dtype: bfloat16", copy_to("pure_bf16").convert),
-    "use_dft_loss": lose("sft has one loss"),
+    "use_dft_loss": KeyRule("trainer.loss_type: dft", _put_dft),
     "use_muon": lose("trainer.optimizer: muon"),
     "use_galore": lose("no counterpart: trainer.optimizer: adamw_8bit saves memory"),
     "use_apollo": lose("no counterpart: trainer.optimizer: adamw_8bit saves memory"),
@@ -190,6 +197,56 @@ LLAMA_FACTORY_RULES: dict[str, KeyRule] = {
     "moe_aux_loss_coef": copy_to("base_config.values.router_aux_loss_coef"),
     "use_swanlab": KeyRule("omit it: trainer.report_to selects a tracker", _put_swanlab),
     "upcast_layernorm": omit("norms compute in float32"),
+    "upcast_lmhead_output": omit("losses compute in float32"),
+    "add_special_tokens": lose("model.tokenizer: a folder with a tokenizer that has these tokens"),
+    "new_special_tokens_config": lose("model.tokenizer: a folder with such a tokenizer"),
+    "init_special_tokens": omit("new rows are close to the mean of the old ones"),
+    "train_from_scratch": lose("model.config creates a model with new weights"),
+    "mixture_of_depths": lose("no counterpart"),
+    "use_asft_loss": lose("no counterpart"),
+    "use_eaft_loss": lose("no counterpart"),
+    "use_kt": lose("no counterpart: elarge plan states the memory of a run"),
+    "use_mca": lose("no counterpart: sharding.axis_dims splits the model"),
+    "use_hyper_parallel": lose("no counterpart: sharding.axis_dims splits the model"),
+    "freeze_language_model": lose("trainer.frozen_parameters: language_model"),
+    "freeze_extra_modules": lose("trainer.trainable_rules: [[PATTERN, true]]"),
+    "ref_model_adapters": lose("reference_model.name_or_path: a merged model"),
+    "reward_model_adapters": lose("reward_model.name_or_path: a merged model"),
+    "eval_on_each_dataset": lose("an action eval for each data set"),
+    "preserve_thinking": lose("the chat template decides which reasoning stays"),
+    "ignore_pad_token_for_loss": lose("padding never has a loss", True),
+    "repetition_penalty": lose("the action generate has sampling_params", 1, 1.0),
+    "master_addr": omit("`elarge launch` starts several hosts"),
+    "master_port": omit("`elarge launch` starts several hosts"),
+    "export_dir": omit("trainer.save_directory contains the merged model"),
+    "export_quantization_bit": lose("`elarge quantize` after the training"),
+    "export_hub_model_id": omit("trainer.push_to_hub after the run"),
+    "task": lose("actions: [{eval: {tasks: [...]}}]"),
+    "n_shot": lose("actions: [{eval: {num_fewshot: N}}]"),
+    **{
+        key: lose("edit preprocessor_config.json")
+        for key in (
+            *("image_max_pixels", "image_min_pixels", "video_max_pixels", "video_min_pixels"),
+            *("image_do_pan_and_scan", "crop_to_patches", "video_fps", "video_maxlen"),
+            *("use_audio_in_video", "audio_sampling_rate"),
+        )
+    },
+    **{
+        key: omit("it sets an option that is not used here")
+        for key in (
+            *("oft_rank", "oft_block_size", "oft_target", "module_dropout", "asft_alpha"),
+            *("eaft_alpha", "galore_target", "galore_rank", "galore_update_interval"),
+            *("galore_scale", "galore_proj_type", "galore_layerwise", "apollo_target"),
+            *("apollo_rank", "apollo_update_interval", "apollo_scale", "apollo_proj"),
+            *("apollo_proj_type", "apollo_scale_type", "apollo_layerwise", "apollo_scale_front"),
+            *("badam_mode", "badam_start_block", "badam_switch_mode", "badam_switch_interval"),
+            *("badam_update_ratio", "badam_mask_mode", "badam_verbose", "kt_weight_path"),
+            *("kt_expert_checkpoint_path", "kt_use_lora_experts", "kt_lora_expert_num"),
+            *("kt_lora_expert_intermediate_size", "hyper_parallel_args", "fp8_backend"),
+            *("fp8_enable_fsdp_float8_all_gather", "export_quantization_dataset"),
+            *("export_quantization_nsamples", "export_quantization_maxlen"),
+        )
+    },
     **{
         key: omit("the best attention and the compiled kernels are always used")
         for key in ("flash_attn", "enable_liger_kernel", "use_unsloth", "use_unsloth_gc")
@@ -198,7 +255,18 @@ LLAMA_FACTORY_RULES: dict[str, KeyRule] = {
         key: omit("no effect on the result")
         for key in (
             *("infer_dtype", "ms_hub_token", "do_sample", "num_beams", "length_penalty"),
-            *("swanlab_run_name", "swanlab_workspace", "compute_dtype"),
+            *("swanlab_run_name", "swanlab_workspace", "compute_dtype", "swanlab_api_key"),
+            *("swanlab_logdir", "swanlab_lark_webhook_url", "swanlab_lark_secret", "device_map"),
+            *("adapter_folder", "offload_folder", "use_v1_kernels", "om_hub_token", "max_length"),
+            *("quantization_device_map", "export_size", "export_device", "export_legacy_format"),
+            *("vllm_maxlen", "vllm_gpu_util", "vllm_enforce_eager", "vllm_max_lora_rank"),
+            *("vllm_config", "sglang_maxlen", "sglang_mem_fraction", "sglang_tp_size"),
+            *("sglang_config", "sglang_lora_backend", "model_max_length", "block_diag_attn"),
+            *("eval_num_beams", "ray_init_kwargs", "enable_torch_profiler", "task_dir", "lang"),
+            *("profiler_output_dir", "profiler_wait_steps", "profiler_warmup_steps"),
+            *("profiler_active_steps", "profiler_repeat", "profiler_record_shapes"),
+            *("profiler_profile_memory", "profiler_with_stack", "profile_modules", "save_dir"),
+            *("batch_size", "download_mode"),
             *("skip_special_tokens", "split_special_tokens", "loraplus_lr_embedding"),
             *("overwrite_cache", "preprocessing_num_workers", "preprocessing_batch_size"),
             *("plot_loss", "cache_dir", "low_cpu_mem_usage", "use_fast_tokenizer", "hf_hub_token"),
@@ -207,7 +275,7 @@ LLAMA_FACTORY_RULES: dict[str, KeyRule] = {
             *("ray_run_name", "ray_num_workers", "ray_storage_path", "resources_per_worker"),
             *("placement_strategy", "tokenized_path", "data_shared_file_system", "do_predict"),
             *("include_effective_tokens_per_second", "swanlab_project", "swanlab_mode"),
-            *("image_max_pixels", "image_min_pixels", "video_max_pixels", "print_param_status"),
+            "print_param_status",
             *("ref_model_quantization_bit", "reward_model_quantization_bit", "save_safetensors"),
         )
     },
