@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 from ed_data import train_bpe
@@ -179,3 +180,102 @@ def test_other_processes_need_names_of_functions(tmp_path):
     elm.tools = (look,)
     with pytest.raises(ConfigError, match="write their names as"):
         elm.part("tools")
+
+
+MCP_SERVER = '''
+from mcp.server import MCPServer
+
+server = MCPServer("tests")
+
+
+@server.tool()
+def weather(city: str, days: int = 1) -> str:
+    """Return the weather of a city."""
+    return f"{city}: {days} sunny days"
+
+
+@server.tool()
+def broken() -> str:
+    """Fail."""
+    raise ValueError("no weather")
+
+
+@server.tool()
+def secret() -> str:
+    """Return a secret."""
+    return "secret"
+
+
+server.run("stdio")
+'''
+
+
+def test_tools_of_an_mcp_server_are_described_and_called(tmp_path):
+    pytest.importorskip("mcp")
+    (tmp_path / "server.py").write_text(MCP_SERVER)
+    server = {"command": sys.executable, "args": [str(tmp_path / "server.py")]}
+    server["allowed_tools"] = ["weather", "broken"]
+    elm = write_run(tmp_path, tools=[f"{tmp_path / 'tools.py'}:look", {"mcp": server}])
+    assert not list(machine.tools(elm.config))
+    tools = elm.part("tools")
+    assert [one["function"]["name"] for one in tools.schemas] == ["look", "weather", "broken"]
+    assert tools.schemas[1]["function"] == {
+        "name": "weather",
+        "description": "Return the weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer", "default": 1}},
+            "required": ["city"],
+        },
+    }
+    calls = [
+        {"function": {"name": name, "arguments": arguments}}
+        for name, arguments in (
+            ("weather", {"city": "Oslo", "days": 3}),
+            ("look", {"place": "here"}),
+            ("broken", {}),
+            ("weather", {}),
+            ("secret", {}),
+        )
+    ]
+    answers = [one["content"] for one in tools.answer({"tool_calls": calls})]
+    assert answers[:2] == ["Oslo: 3 sunny days", "here"]
+    assert all(answer.startswith("{'error': ") for answer in answers[2:])
+    assert "Error executing tool broken" in answers[2] and "city" in answers[3]
+    assert "Tool secret not found" in answers[4]
+
+
+def test_wrong_options_of_an_mcp_server_are_errors(tmp_path):
+    servers = [
+        {"command": "a", "url": "http://127.0.0.1/mcp"},
+        {"comand": "a"},
+        {"command": "a", "require_approval": "never"},
+        {"command": "a", "timeout": 0},
+    ]
+    elm = write_run(tmp_path, tools=[{"mcp": server} for server in servers])
+    found = [(problem.path[2:], problem.message) for problem in machine.tools(elm.config)]
+    assert found[0] == ((0, "mcp"), "an MCP server has either a command (stdio) or a url (HTTP)")
+    assert found[1][0] == (1, "mcp", "comand") and "did you mean 'command'" in found[1][1]
+    assert found[2][0] == (2, "mcp", "require_approval")
+    assert found[3][0] == (3, "mcp", "timeout") and "greater than 0" in found[3][1]
+    pytest.importorskip("mcp")
+    for server, message in (
+        ({"command": sys.executable, "args": ["-c", "0"], "timeout": 20}, "cannot be reached"),
+        ({"comand": "a"}, "mcp.comand: unknown option"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            write_run(tmp_path, tools=[{"mcp": server}]).part("tools")
+
+
+def test_environments_are_checked_before_the_run(tmp_path):
+    for environment, path, message in (
+        ("gymnasum", (), "did you mean 'gymnasium'"),
+        ({"gymnasium": {"idd": "a"}}, ("gymnasium", "idd"), "did you mean 'id'"),
+        ({"openenv": {}}, ("openenv",), "needs url"),
+        ({"openenv": {"url": 1}}, ("openenv", "url"), "valid string"),
+        ("nowhere.py:Places", (), "no file 'nowhere.py'"),
+    ):
+        elm = write_run(tmp_path, environment=environment)
+        (problem,) = machine.environment(elm.config)
+        assert problem.path == ("trainer", "environment", *path)
+        assert message in problem.message

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_type_hints
 from zlib import crc32
 
-from ed_infra.errors import ConfigError
+from ed_infra.errors import ConfigError, unknown_name
+from pydantic import TypeAdapter, ValidationError
+
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 def list_search_folders(folders: Iterable[str | Path] = ()) -> tuple[Path, ...]:
@@ -94,6 +98,51 @@ def load_function(address: str, folders: Sequence[str | Path] = ()) -> Callable[
         return functools.reduce(getattr, attribute.split("."), module)
     except AttributeError as error:
         raise ConfigError(f"{refused}: {source} has no {attribute!r}") from error
+
+
+def find_wrong_settings(
+    kind: str,
+    name: str,
+    function: Callable[..., Any],
+    settings: Mapping[str, Any],
+    *,
+    other_parameters: Collection[str] = (),
+    has_types: bool = False,
+) -> Iterator[tuple[str | None, str]]:
+    """Yield each setting that a function or a class does not accept, and the reason; None for a
+    missing setting.
+
+    Args:
+        kind: kind of the function, for messages.
+        name: its name in the run file.
+        function: the function, or the class.
+        settings: values of parameters.
+        other_parameters: parameters that are no settings.
+        has_types: whether values are compared with the annotations, and missing settings are found:
+            those of this project.
+    """
+    # `**fields` would accept a misspelled setting as a field of a row.
+    parameters = {
+        name: p
+        for name, p in inspect.signature(function).parameters.items()
+        if p.kind in _NAMED and name not in other_parameters
+    }
+    of = f"setting of the {kind} {name!r}"
+    unknown = [setting for setting in settings if setting not in parameters]
+    for setting in unknown:
+        yield setting, str(unknown_name(of, setting, list(parameters)))
+    if not has_types or unknown:
+        return
+    annotated = function.__init__ if isinstance(function, type) else function
+    types = get_type_hints(annotated, include_extras=True)
+    for setting, value in settings.items():
+        try:
+            TypeAdapter(types[setting]).validate_python(value, strict=True)
+        except ValidationError as error:
+            yield setting, f"{setting}, {of}, is {value!r}: {error.errors()[0]['msg']}"
+    for setting, parameter in parameters.items():
+        if parameter.default is parameter.empty and setting not in settings:
+            yield None, f"the {kind} {name!r} needs {setting}: {{{name}: {{{setting}: …}}}}"
 
 
 def _import_file(spec: ModuleSpec) -> ModuleType:

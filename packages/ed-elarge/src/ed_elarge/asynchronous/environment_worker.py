@@ -78,13 +78,15 @@ class EnvironmentWorker:
         episode = self._episodes.get(name)
         if episode is None or episode.turns != len(answers) - 1:
             assert self._create_episode is not None, "turns are sent with an environment or tools"
+            if episode is not None:
+                episode.close()
             episode = self._episodes[name] = self._create_episode(row)
             for answer in answers[:-1]:  # a restart of this process: the recorded messages
                 episode.step(answer)
         episode.step(answers[-1])
         turn = episode.get_turn(message["room"])
         if turn.ends:
-            del self._episodes[name]
+            self._episodes.pop(name).close()
         return turn._asdict()
 
 

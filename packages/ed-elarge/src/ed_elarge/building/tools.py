@@ -6,16 +6,16 @@ and with the reader of the replies.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ed_infra.errors import ConfigError
 from ed_trainers import user_code
-from ed_trainers.environments import Environment, environment_class
-from ed_trainers.environments.tools import ToolSet, list_tool_methods
-from ed_trainers.options.online import OnlineArguments
+from ed_trainers.environments import Environment, close_environment, load_environment
+from ed_trainers.environments.tools import RemoteTool, ToolSet, list_tool_methods
+from ed_trainers.options.online import OnlineArguments, TrainingTool
 
 if TYPE_CHECKING:
     from ed_esurge.tokenizer import Tokenizer
@@ -36,11 +36,13 @@ def describe_function(function: ToolFunction) -> dict[str, Any]:
 
     Args:
         function: a function with annotated parameters and a docstring of Google's style, which
-            describes each parameter under `Args:`.
+            describes each parameter under `Args:`; or a tool of a server, which has a schema.
 
     Raises:
         ConfigError: an annotation or a description is missing.
     """
+    if isinstance(function, RemoteTool):
+        return function.schema
     from transformers.utils import get_json_schema
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,
@@ -105,20 +107,38 @@ def build_tools(elm: eLargeModel) -> ToolSet | None:
             "trainer.tools, path/file.py:function, or omit the section asynchronous"
         )
     with run.blame("trainer", "tools"):
-        load = functools.partial(user_code.load_function, folders=(run.folder,))
-        functions = list(elm.tools or map(load, options.tools))
-        methods = dict[str, ToolFunction]()
+        functions = list(elm.tools or _load_tools(options.tools, run.folder))
+        environment = None
         if run.environment is not None:
-            methods = _bind_tool_methods(environment_class(run.environment, (run.folder,)))
+            environment = _create_with_tools(load_environment(run.environment, (run.folder,)))
+        methods = _bind_tool_methods(environment)
         if not functions and not methods:
             return None
         tools = build_tool_set([*functions, *methods.values()], elm.build_tokenizer(), options)
+        close_environment(environment)
     return replace(
         tools, functions={name: f for name, f in tools.functions.items() if name not in methods}
     )
 
 
-def _bind_tool_methods(environment: type[Environment]) -> dict[str, ToolFunction]:
+def _load_tools(names: Iterable[TrainingTool], folder: Path) -> Iterator[ToolFunction]:
+    """Yield the functions of `trainer.tools`."""
+    for name in names:
+        if isinstance(name, str):
+            yield user_code.load_function(name, (folder,))
+            continue
+        from ed_elarge.building.mcp_tools import connect_tools
+
+        yield from connect_tools(name["mcp"])
+
+
+def _create_with_tools(create: Callable[[], Environment]) -> Environment | None:
+    """Return an environment whose class has the attribute `tools`, otherwise None."""
+    loaded_class = getattr(create, "func", create)
+    return create() if hasattr(loaded_class, "tools") else None
+
+
+def _bind_tool_methods(environment: Environment | None) -> dict[str, ToolFunction]:
     """Return the tools of an environment as methods of an object, which have no `self`, by name.
 
     Raises:
@@ -128,7 +148,6 @@ def _bind_tool_methods(environment: type[Environment]) -> dict[str, ToolFunction
     for name in names:
         if not callable(getattr(environment, name, None)):
             raise ConfigError(
-                f"{environment.__name__}.tools has {name!r}, and the class has no such method"
+                f"{type(environment).__name__}.tools has {name!r}, and the class has no such method"
             )
-    one = environment() if names else None
-    return {name: getattr(one, name) for name in names}
+    return {name: getattr(environment, name) for name in names}

@@ -24,6 +24,7 @@ from ed_infra.options import Options
 from ed_models.checkpoints.text_halves import text_settings
 from ed_trainers.arguments import METHODS, MethodEntry, TrainingArguments
 from ed_trainers.options.base import RowKind
+from ed_trainers.options.online import EnvironmentName
 from ed_trainers.options.supervised import ClassifierArguments
 
 from ed_elarge.config import architectures
@@ -294,8 +295,8 @@ class RunConfig:
         return mixture is not None and bool(mixture.eval_fraction or mixture.eval_informs)
 
     @property
-    def environment(self) -> str | None:
-        """Class of the environment of a method that samples, or None."""
+    def environment(self) -> EnvironmentName | None:
+        """Name of the environment of a method that samples, or None."""
         of_trainer = getattr(self.trainer, "environment", None)
         return of_trainer or (self.asynchronous and self.asynchronous.environment)
 

@@ -17,6 +17,7 @@ from ed_infra.config.fields import FIELDS, canonical_field
 from ed_infra.enums import TaskType, canonical_task
 from ed_infra.errors import ConfigError
 from ed_infra.options import Count, Options, Seed, Whole, choice, dtype_name
+from ed_trainers.options.online import EnvironmentName
 from pydantic import (
     AfterValidator,
     BeforeValidator,
@@ -376,7 +377,7 @@ class AsynchronousSection(Options):
     weights before at most this number of generations. 0: the results of training in one process."""
     engines: Annotated[int, Field(ge=0, le=1024)] = 1
     """Engine processes on the host of the trainer. 0: only engines that join from other hosts."""
-    environment: Name | None = None
+    environment: EnvironmentName | None = None
     """Other place of `trainer.environment`."""
     environment_processes: Annotated[int, Field(ge=0, le=1024)] = 1
     """Processes on the host of the trainer with the environments and the reward functions."""

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from ed_trainers.environments import Environment, EnvironmentReply
+from ed_trainers.environments import Environment, EnvironmentReply, close_environment
 
 _Message = Mapping[str, Any]
 #: Returns the message of a reply (with `tool_calls` if it has calls), and the fault of its calls;
@@ -107,10 +107,52 @@ class ToolEnvironment:
         """See `Environment`."""
         message = messages[-1]
         if message.get("tool_calls"):
-            return EnvironmentReply(self._tools.answer(message))
+            results = self._tools.answer(message)
+            take_outcome = getattr(self._environment, "take_outcome", None)
+            reward, done = (0.0, False) if take_outcome is None else take_outcome()
+            return EnvironmentReply(results, reward, done)
         if self._environment is None:
             return EnvironmentReply(done=True)
         return EnvironmentReply(*self._environment.step(messages))
+
+    def close(self) -> None:
+        """See `Environment`."""
+        close_environment(self._environment)
+
+
+class RemoteTool:
+    """A tool of a server, which describes itself.
+
+    Args:
+        schema: the description that the model reads, in the format of OpenAI.
+        call: calls the tool with the arguments of a call.
+    """
+
+    def __init__(self, schema: dict[str, Any], call: Callable[[Mapping[str, Any]], object]) -> None:
+        self.schema, self._call = schema, call
+        self.__name__ = str(schema["function"]["name"])
+
+    def __call__(self, **arguments: object) -> object:
+        """Return the result of a call."""
+        return self._call(arguments)
+
+
+def build_tool_schema(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a function in the format of OpenAI.
+
+    Args:
+        name: name of the function.
+        description: description of the function.
+        parameters: JSON schema of the arguments; titles are omitted.
+    """
+    properties = {
+        key: {name: value for name, value in one.items() if name != "title"}
+        for key, one in parameters.get("properties", {}).items()
+    }
+    other_keys = {k: value for k, value in parameters.items() if k not in ("title", "$schema")}
+    body = {"type": "object", **other_keys, "properties": properties}
+    function = {"name": name, "description": description, "parameters": body}
+    return {"type": "function", "function": function}
 
 
 def list_tool_methods(environment: object) -> tuple[str, ...]:

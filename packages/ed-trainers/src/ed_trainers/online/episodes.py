@@ -15,10 +15,16 @@ import numpy as np
 from ed_infra import distributed
 from ed_infra.errors import ConfigError, EasyDeLError
 
-from ed_trainers.environments import Environment, EnvironmentReply, environment_class
+from ed_trainers.environments import (
+    Environment,
+    EnvironmentReply,
+    close_environment,
+    load_environment,
+)
 from ed_trainers.environments.tools import ToolEnvironment, ToolSet, write_error
 from ed_trainers.online.sample_ledger import GIVEN, SamplePart, build_sample
 from ed_trainers.online.turns import build_error, encode_replies
+from ed_trainers.options.online import EnvironmentName
 from ed_trainers.rollout import Rollout, Sampled, SampleRequest, Weights
 
 
@@ -128,6 +134,10 @@ class Episode:
         ends = done or is_last or not tokens or len(tokens) >= room
         return EpisodeTurn(ends, done, self._reward if self._has_reward else None, tokens)
 
+    def close(self) -> None:
+        """Release the resources of the environment."""
+        close_environment(self._environment)
+
     def _encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the tokens between the newest message of the model and its next one."""
         if self._is_text:
@@ -141,7 +151,7 @@ CreateEpisode = Callable[[Mapping[str, Any]], Episode]
 
 
 def build_episode_factory(
-    environment: str | None,
+    environment: EnvironmentName | None,
     folders: Sequence[str | Path],
     get_tokenizer: Callable[[], Any],
     max_turns: int | None,
@@ -150,7 +160,7 @@ def build_episode_factory(
     """Return a function that begins episodes with an environment, tools, or both.
 
     Args:
-        environment: class of the environment, see `environment_class`; None = only tools.
+        environment: name of the environment, see `load_environment`; None = only tools.
         folders: where the class is searched, before the working directory.
         get_tokenizer: returns the tokenizer.
         max_turns, tools: see `Episode`.
@@ -158,7 +168,7 @@ def build_episode_factory(
     Raises:
         ConfigError: there is no such environment.
     """
-    create = (lambda: None) if environment is None else environment_class(environment, folders)
+    create = (lambda: None) if environment is None else load_environment(environment, folders)
 
     def begin(row: Mapping[str, Any]) -> Episode:
         fields = {name: value for name, value in row.items() if name != "prompt"}
@@ -202,6 +212,8 @@ def sample_episodes(
                     episodes[place] = create_episode(request.rows[place // copies])
                 episodes[place].step(answer)
                 turns.append(episodes[place].get_turn(limit - len(tokens[place])))
+                if turns[-1].ends:
+                    episodes.pop(place).close()
             except EasyDeLError:
                 raise
             except Exception as error:  # of the user's code

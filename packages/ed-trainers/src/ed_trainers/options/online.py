@@ -34,10 +34,23 @@ def _one_or_many(value: object) -> object:
     return (value,) if isinstance(value, str | dict) else value
 
 
-#: Functions `path/file.py:function` or `module:function`.
-FunctionNames = Annotated[
-    tuple[Annotated[str, Field(pattern=r":\w+(\.\w+)*$")], ...], BeforeValidator(_one_or_many)
+def _has_one_name(entry: str | dict[str, dict[str, Any]]) -> str | dict[str, dict[str, Any]]:
+    if isinstance(entry, dict) and len(entry) != 1:
+        raise conflict(
+            f"{entry} has {len(entry)} names: write NAME, or one name with its settings, "
+            "{NAME: {setting: value}}"
+        )
+    return entry
+
+
+#: A class, a name of `ed_trainers.environments.ADAPTERS`, or one of these with settings.
+EnvironmentName = Annotated[str | dict[str, dict[str, Any]], AfterValidator(_has_one_name)]
+#: A function `path/file.py:function` or `module:function`, or `{mcp: {…}}`.
+TrainingTool = Annotated[
+    Annotated[str, Field(pattern=r":\w+(\.\w+)*$")] | dict[Literal["mcp"], dict[str, Any]],
+    AfterValidator(_has_one_name),
 ]
+TrainingTools = Annotated[tuple[TrainingTool, ...], BeforeValidator(_one_or_many)]
 
 
 class OnlineArguments(TrainingArguments):
@@ -75,15 +88,18 @@ class OnlineArguments(TrainingArguments):
     num_completions_to_log: Annotated[int, Field(ge=0, le=1 << 20)] = 16
     """Number of completions of a generation that are written to `completions.jsonl` with their
     rewards at a logged step; 0: none."""
-    environment: str | None = None
-    """Class of the environment that replies to the messages of the model, `path/file.py:Class` or
-    `module:Class`; see `ed_trainers.environments`. None: a completion is one message."""
+    environment: EnvironmentName | None = None
+    """The environment that replies to the messages of the model: a class, `path/file.py:Class` or
+    `module:Class`; an adapter (`gymnasium`, `openenv`, `verifiers`); or an entry point of
+    `easydel.environments`. Settings are written as `{NAME: {setting: value}}`. None: a completion
+    is one message."""
     max_turns: Count | None = None
     """Maximum number of messages of the model in a completion; None: only `max_completion_length`
     limits them."""
-    tools: FunctionNames = ()
+    tools: TrainingTools = ()
     """Functions that the model may call, `path/file.py:function` or `module:function`, searched as
-    `reward_functions` are. The prompts contain their signatures and docstrings, and the model reads
+    `reward_functions` are; or the tools of an MCP server, `{mcp: {command: …, args: […]}}` or
+    `{mcp: {url: …}}`. The prompts contain their signatures and docstrings, and the model reads
     their results. A completion ends with the first message without a call."""
     tool_timeout: Positive = 30.0
     """Maximum duration of a call of a tool in seconds; then the model reads an error."""
@@ -129,7 +145,7 @@ class OnlineArguments(TrainingArguments):
     def idle(self) -> list[tuple[str, str]]:
         """See `TrainingArguments.idle`."""
         idle_options = super().idle()
-        if not self.tools:
+        if not self.tools and self.environment is None:  # an environment may have tools
             names = {"tool_timeout", "tool_format"} & self.model_fields_set
             idle_options += [(name, "there are no tools") for name in sorted(names)]
         has_replies = bool(self.tools) or self.environment is not None

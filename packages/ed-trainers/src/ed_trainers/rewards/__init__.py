@@ -17,10 +17,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast, get_type_hints
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from ed_infra.errors import ConfigError, EasyDeLError, unknown_name
-from pydantic import TypeAdapter, ValidationError
 
 from ed_trainers import user_code
 from ed_trainers.options.online import RewardName
@@ -171,30 +170,14 @@ def wrong_settings(
 
     Values are only compared with the types of this package's rules.
     """
-    # `**fields` would accept a misspelled setting as a field of a row.
-    parameters = {
-        name: p
-        for name, p in inspect.signature(function).parameters.items()
-        if p.kind in _NAMED and name not in _ASKED
-    }
-    of = f"setting of the reward function {name!r}"
-    unknown = [setting for setting in settings if setting not in parameters]
-    for setting in unknown:
-        yield setting, str(unknown_name(of, setting, list(parameters)))
-    if name not in RULES or unknown:
-        return
-    types = get_type_hints(function, include_extras=True)
-    for setting, value in settings.items():
-        try:
-            TypeAdapter(types[setting]).validate_python(value, strict=True)
-        except ValidationError as error:
-            yield setting, f"{setting}, {of}, is {value!r}: {error.errors()[0]['msg']}"
-    for setting, parameter in parameters.items():
-        if parameter.default is parameter.empty and setting not in settings:
-            yield (
-                None,
-                f"the reward function {name!r} needs {setting}: {{{name}: {{{setting}: …}}}}",
-            )
+    yield from user_code.find_wrong_settings(
+        "reward function",
+        name,
+        function,
+        settings,
+        other_parameters=_ASKED,
+        has_types=name in RULES,
+    )
 
 
 def _list_entry_points() -> dict[str, EntryPoint]:

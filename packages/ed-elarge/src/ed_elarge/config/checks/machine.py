@@ -12,10 +12,11 @@ import math
 import os
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from ed_data.checks import check_names
 from ed_data.config import FILE_TYPES, Inform
@@ -31,9 +32,17 @@ from ed_infra.package_files import find_package_file, is_package_address
 from ed_infra.specs import KEPT_CODES
 from ed_models.checkpoints.orbax_arrays import find_orbax_config, find_orbax_item
 from ed_trainers import user_code
+from ed_trainers.environments import (
+    ADAPTERS,
+    check_environment_name,
+    environment_class,
+    find_environment_faults,
+    split_entry,
+)
 from ed_trainers.options.online import RewardedArguments, RewardName, SelfPlayArguments
 from ed_trainers.rewards import check_name, wrong_settings
 from ed_trainers.rewards.rules import RULES
+from pydantic import ValidationError
 
 from ed_elarge.config import architectures
 from ed_elarge.config.local_paths import exists, expand_path, is_file, is_folder
@@ -147,26 +156,63 @@ def trackers(run: RunConfig) -> Iterator[Problem]:
 
 def environment(run: RunConfig) -> Iterator[Problem]:
     """Check that the class of the environment exists."""
-    name = run.environment
-    if name is None:
+    if run.environment is None:
         return
-    spec = user_code.find_reward_module(name, (run.folder,)) if ":" in name else None
-    missing = f"{name!r} is no class: write path/file.py:Class or module:Class"
-    if ":" in name:
-        missing = user_code.why_not_found(name, (run.folder,))
-    messages = [missing] if spec is None else _without_attribute(spec, name)
     of_trainer = getattr(run.trainer, "environment", None) is not None
-    section = "trainer" if of_trainer else "asynchronous"
-    yield from (Problem((section, "environment"), message) for message in messages)
+    path = ("trainer" if of_trainer else "asynchronous", "environment")
+    name, settings = split_entry(run.environment)
+    if ":" in name:
+        spec = user_code.find_reward_module(name, (run.folder,))
+        missing = user_code.why_not_found(name, (run.folder,))
+        messages = [missing] if spec is None else _without_attribute(spec, name)
+        yield from (Problem(path, message) for message in messages)
+        return
+    try:
+        check_environment_name(name)
+    except ConfigError as error:
+        yield Problem(path, str(error))
+        return
+    if name in ADAPTERS:
+        for setting, message in find_environment_faults(
+            name, environment_class(name, ()), settings
+        ):
+            yield Problem((*path, name, *([setting] if setting else [])), message)
 
 
 def tools(run: RunConfig) -> Iterator[Problem]:
     """Check that the functions of the tools exist."""
     for i, name in enumerate(getattr(run.trainer, "tools", ())):
+        if not isinstance(name, str):
+            for place, message in find_wrong_mcp_options(name["mcp"]):
+                yield Problem(("trainer", "tools", i, "mcp", *place), message)
+            continue
         spec = user_code.find_reward_module(name, (run.folder,))
         missing = user_code.why_not_found(name, (run.folder,))
         messages = [missing] if spec is None else _without_attribute(spec, name)
         yield from (Problem(("trainer", "tools", i), message) for message in messages)
+
+
+def find_wrong_mcp_options(options: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield the place and the message of each wrong option of an MCP server.
+
+    Args:
+        options: `command` with `args` and `env`, or `url` with `headers`; `allowed_tools` and
+            `timeout`.
+    """
+    from ed_esurge.server.mcp_servers import McpServerOptions
+
+    # The approval of calls belongs to the requests of a server, which training does not have.
+    names = [name for name in McpServerOptions.model_fields if name != "require_approval"]
+    unknown = [name for name in options if name not in names]
+    for name in unknown:
+        yield (name,), str(unknown_name("option of an MCP server", name, names))
+    if unknown:
+        return
+    try:
+        McpServerOptions.model_validate(options)
+    except ValidationError as error:
+        for problem in error.errors(include_url=False):
+            yield tuple(map(str, problem["loc"])), problem["msg"].removeprefix("Value error, ")
 
 
 def reward_functions(run: RunConfig) -> Iterator[Problem]:
