@@ -253,6 +253,7 @@ def test_server_does_not_download_addresses_in_requests(sees: bool) -> None:
         address = f"http://127.0.0.1:{listener.getsockname()[1]}/x.png"
         parts = [
             {"type": "image_url", "image_url": {"url": address}},
+            {"type": "video_url", "video_url": {"url": address}},
             {"type": "input_audio", "input_audio": {"data": address, "format": "wav"}},
             {"type": "file", "file": {"file_data": address}},
             {"type": "text", "text": f"![an image]({address})"},

@@ -20,9 +20,11 @@ import pytest
 from ed_esurge.command.load import create_engine, parse_model_arguments
 from ed_esurge.core.commands import EncoderInput
 from ed_esurge.server.generation import images
+from ed_esurge.server.generation.content_parts import ImagePart
+from ed_esurge.server.generation.media import IMAGE
 from ed_esurge.server.generation.prompts import PromptEncoder
 from ed_esurge.server.generation.rendering import ConversationOptions
-from ed_esurge.server.generation.requests import ChatMessage, ImagePart
+from ed_esurge.server.generation.requests import ChatMessage
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.launch import background
 from ed_esurge.testing import ScriptedEngine, byte_tokenizer
@@ -316,7 +318,7 @@ def test_names_of_private_addresses_are_not_downloaded(engine, monkeypatch, addr
     monkeypatch.setattr(images, "resolve_host", numbers_of)
     reader = images.ChatImages(engine.input_names, engine.processor, ["cdn.test"])
     with pytest.raises(APIError, match="an address that is not public"):
-        asyncio.run(reader._download_image("http://cdn.test/a.png", "image"))
+        asyncio.run(reader._read_url("http://cdn.test/a.png", IMAGE, "image"))
     assert looked_up == [("cdn.test", 80)]
 
 
@@ -335,7 +337,7 @@ def test_public_address_is_connected_with_the_name_of_the_host(engine, monkeypat
     monkeypatch.setattr(images.httpx, "AsyncClient", client)
     monkeypatch.setattr(images, "resolve_host", numbers_of)
     reader = images.ChatImages(engine.input_names, engine.processor, ["cdn.test"])
-    data = asyncio.run(reader._download_image("https://cdn.test:8443/a.png", "image"))
+    data = asyncio.run(reader._read_url("https://cdn.test:8443/a.png", IMAGE, "image"))
     assert data == RED
     ((host, name, extensions),) = asked
     assert (host, name, extensions["sni_hostname"]) == (

@@ -8,6 +8,7 @@ import socket
 
 import pytest
 from ed_esurge.server.generation.images import ChatImages, resolve_host
+from ed_esurge.server.generation.media import IMAGE
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.http.public_addresses import is_public
 
@@ -119,7 +120,7 @@ def test_spellings_of_loopback_are_resolved_before_the_check(host):
     assert not any(map(is_public, numbers))
     reader = ChatImages(["pixel_values"], None, [host])
     with pytest.raises(APIError, match=r"not public|failed|must be"):
-        asyncio.run(reader._download_image(f"http://{host}/a.png", "image"))
+        asyncio.run(reader._read_url(f"http://{host}/a.png", IMAGE, "image"))
 
 
 def test_one_private_address_of_a_name_refuses_the_download(monkeypatch):
@@ -134,4 +135,4 @@ def test_one_private_address_of_a_name_refuses_the_download(monkeypatch):
         monkeypatch.setattr(images, "resolve_host", answer)
         reader = ChatImages(["pixel_values"], None, ["cdn.test"])
         with pytest.raises(APIError, match="an address that is not public"):
-            asyncio.run(reader._download_image("http://cdn.test/a.png", "image"))
+            asyncio.run(reader._read_url("http://cdn.test/a.png", IMAGE, "image"))

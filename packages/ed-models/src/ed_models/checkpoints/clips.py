@@ -15,6 +15,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -249,6 +250,14 @@ class ClipFrames:
 ClipSource = str | os.PathLike[str] | bytes | Sequence[Any]
 
 
+def import_decoders() -> None:
+    """Import the installed decoders, so that the children of a process share them."""
+    with suppress(ImportError):  # a clip that requires a missing package raises an error
+        from PIL import GifImagePlugin  # noqa: F401
+    with suppress(ImportError):
+        import av  # noqa: F401
+
+
 def read_clip(
     source: ClipSource,
     sampling: Sampling,
@@ -397,12 +406,12 @@ class VideoFile(Clip):
             ) from error
         options = {"format_whitelist": _FORMATS, "codec_whitelist": ",".join(_CODECS)}
         try:
-            self._container = av.open(io.BytesIO(data), options=options)
+            self._container = av.open(io.BytesIO(data), "r", options=options)
             (stream, *_) = self._container.streams.video or [None]
             frames = 0 if stream is None else stream.frames
             if stream is not None and not frames:
                 frames = sum(1 for packet in self._container.demux(stream) if packet.size)
-                self._container = av.open(io.BytesIO(data), options=options)
+                self._container = av.open(io.BytesIO(data), "r", options=options)
                 stream = self._container.streams.video[0]
         except Exception as error:  # decoders raise many types of exceptions for damaged data
             raise _unreadable(error) from error

@@ -9,7 +9,7 @@ Legend: i images of all prompts, v videos, n images and frames, p patches, f num
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -18,8 +18,8 @@ from ed_infra.inputs import GRID, TIMES
 from jaxtyping import Int
 
 from ed_models.body.image_rows import feature_counts
-from ed_models.checkpoints.clips import compute_times
-from ed_models.modalities.images import PATCHES
+from ed_models.checkpoints.clips import ClipFrames, compute_times
+from ed_models.modalities.images import PATCHES, ProcessedImage
 from ed_models.modalities.items import Modality
 from ed_models.protocol import LanguageModel
 
@@ -40,6 +40,31 @@ def split_frames(grids: Int[np.ndarray, "v 3"]) -> Int[np.ndarray, "n 3"]:
     frames = np.repeat(grids, grids[:, 0], axis=0)
     frames[:, 0] = 1
     return frames
+
+
+def process_video(processor: object, clip: ClipFrames, names: Collection[str]) -> ProcessedImage:
+    """Return the frames of a video in the form that a model reads, an item for each frame.
+
+    Args:
+        processor: the processor of the checkpoint, of `load_processor`.
+        clip: the frames that `video_processor.sampling` chooses.
+        names: names of the arrays that the model accepts.
+    """
+    reader = cast(Any, processor)
+    output: Mapping[str, Any] = reader.video_processor.convert_frames(clip)
+    text: str = reader.replace_video_token(output, 0)
+    grids = split_frames(output[GRIDS])
+    items: list[dict[str, np.ndarray]] = []
+    for pixels, grid, time in zip(
+        np.split(output[PIXELS], len(grids)), grids, output[TIMES], strict=True
+    ):
+        items.append({"pixel_values": pixels, GRID: grid.astype(np.int32)})
+        if TIMES in names:
+            items[-1][TIMES] = np.asarray(time, np.int32)
+    count = text.count(reader.video_token)
+    if not count or count % len(items):
+        raise ConfigError(f"the processor returned {len(items)} frames of {count} features")
+    return ProcessedImage(items, text, count // len(items))
 
 
 def insert_frames(

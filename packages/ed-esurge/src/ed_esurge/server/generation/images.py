@@ -1,6 +1,6 @@
-"""Images in chat requests: content parts to pixel values and placeholder tokens.
+"""Images and videos in chat requests: content parts to pixel values and placeholder tokens.
 
-An image is a `data:` URL, or a URL of a host in `allowed_media_domains` whose addresses are public
+A file is a `data:` URL, or a URL of a host in `allowed_media_domains` whose addresses are public
 or in `allowed_media_domains`, too. The limits of bytes and pixels are checked before the pixels are
 decoded, in a limited child process (`ed_esurge.pictures`).
 """
@@ -24,14 +24,25 @@ from ed_models.modalities.images import (
 
 from ed_esurge.children.process import JobGroup
 from ed_esurge.pictures.decoder import PictureDecoder, PictureError
+from ed_esurge.server.generation.content_parts import AudioPart, ImagePart, VideoPart
 from ed_esurge.server.generation.media import (
     IMAGE,
+    MEDIUM_KINDS,
     RECORDING,
+    VIDEO,
     ChatMedia,
+    MediumKind,
     ProcessedMedium,
     media_parts,
 )
-from ed_esurge.server.generation.requests import ChatMessage, ImagePart
+from ed_esurge.server.generation.requests import ChatMessage
+from ed_esurge.server.generation.videos import (
+    MAX_VIDEOS,
+    VIDEO_LIMITS,
+    VIDEO_SECONDS,
+    ChatVideos,
+    VideoSource,
+)
 from ed_esurge.server.http.public_addresses import is_public
 
 if TYPE_CHECKING:
@@ -58,16 +69,18 @@ class ImageSource:
     param: str
 
 
-class ChatImages(ChatMedia[ImageSource]):
-    """Reads the images of chat requests for one model.
+_Part = ImagePart | VideoPart
+_Source = ImageSource | VideoSource
+
+
+class ChatImages(ChatMedia[_Source]):
+    """Reads the images and videos of chat requests for one model.
 
     Args:
         names: names of the arrays that the model reads, with `pixel_values` for a vision tower.
         processor: processor of the checkpoint; None = no processor was loaded.
-        allowed_domains: hosts from which images are downloaded.
+        allowed_domains: hosts from which images and videos are downloaded.
     """
-
-    kind = IMAGE
 
     def __init__(
         self,
@@ -79,8 +92,12 @@ class ChatImages(ChatMedia[ImageSource]):
         self.accepts_images = "pixel_values" in names
         self._domains = frozenset(name.lower() for name in allowed_domains)
         self.token = None if processor is None else get_feature_token(processor)
-        self.tokens_of_item = set() if processor is None else get_tokens_of_image(processor)
-        self.placeholder = "" if processor is None else processor.image_token
+        self._videos = ChatVideos(names, processor)
+        features = {token for token in (self.token, self._videos.token) if token is not None}
+        self.feature_tokens, self.tokens_of_item, self.placeholders = features, features, {}
+        if processor is not None:
+            self.tokens_of_item = features | get_tokens_of_image(processor)
+            self.placeholders = {processor.image_token: IMAGE, **self._videos.placeholders}
         self._decoder = PictureDecoder()
 
     def start(self) -> None:
@@ -88,73 +105,89 @@ class ChatImages(ChatMedia[ImageSource]):
         if self.accepts_images and self.token is not None:
             self._decoder.start()
 
-    async def sources(self, messages: Sequence[ChatMessage]) -> list[ImageSource]:
-        """See `ChatMedia.sources`; images of allowed hosts are downloaded."""
-        parts: list[tuple[str, ImagePart]] = []
-        for part_path, medium in media_parts(messages):
-            if not isinstance(medium, ImagePart):
-                RECORDING.refuse("this model does not accept audio: send text only", part_path)
-            parts.append((part_path, medium))
-        if not parts:
-            return []
-        path, first = parts[0]
-        if not self.accepts_images:
-            field = "type" if first.image_url is None else "image_url"
-            IMAGE.refuse("this model does not accept images: send text only", f"{path}.{field}")
-        if self.token is None:
-            IMAGE.refuse(
-                "this model has no processor for images: load the engine from a checkpoint with a "
-                "processor",
-                f"{path}.image_url",
-            )
-        if len(parts) > MAX_IMAGES:
-            IMAGE.refuse(
-                f"the request has {len(parts)} images, and the limit is {MAX_IMAGES}",
-                f"{parts[MAX_IMAGES][0]}.image_url",
-            )
+    async def sources(self, messages: Sequence[ChatMessage]) -> list[_Source]:
+        """See `ChatMedia.sources`; files of allowed hosts are downloaded."""
+        parts: list[tuple[str, _Part]] = []
+        for path, medium in media_parts(messages):
+            if isinstance(medium, AudioPart):
+                RECORDING.refuse("this model does not accept audio: send text only", path)
+            parts.append((path, medium))
+        self._check_numbers(parts)
         return [await self._source(part, path) for path, part in parts]
 
-    async def _source(self, part: ImagePart, path: str) -> ImageSource:
-        if part.image_url is None:
-            IMAGE.refuse("is missing", f"{path}.image_url")
-        url, param = part.image_url.url, part.content_field(path)
-        if url[:5].lower() == "data:":
-            return ImageSource(_decode_data_url(url, param), param)
-        return ImageSource(await self._download_image(url, param), param)
+    def _check_numbers(self, parts: Sequence[tuple[str, _Part]]) -> None:
+        """Check that the model reads the parts, and the number of each kind."""
+        numbers = {IMAGE: 0, VIDEO: 0}
+        for path, part in parts:
+            kind = MEDIUM_KINDS[type(part)]
+            field = f"{path}.{kind.field}"
+            if not self.accepts_images:
+                kind.refuse(
+                    f"this model does not accept {kind.noun}s: send text only",
+                    f"{path}.type" if part.url is None else field,
+                )
+            if self.token is None:
+                kind.refuse(
+                    f"this model has no processor for {kind.noun}s: load the engine from a "
+                    "checkpoint with a processor",
+                    field,
+                )
+            if kind is VIDEO and self._videos.token is None:
+                VIDEO.refuse("this model does not accept videos: send text and images only", field)
+            numbers[kind] += 1
+            most = MAX_IMAGES if kind is IMAGE else MAX_VIDEOS
+            if numbers[kind] > most:
+                count = sum(MEDIUM_KINDS[type(other)] is kind for _, other in parts)
+                kind.refuse(f"the request has {count} {kind.noun}s, and the limit is {most}", field)
 
-    async def _download_image(self, url: str, param: str) -> bytes:
+    async def _source(self, part: _Part, path: str) -> _Source:
+        kind = MEDIUM_KINDS[type(part)]
+        if part.url is None:
+            kind.refuse("is missing", f"{path}.{kind.field}")
+        param = part.content_field(path)
+        data = await self._read_url(part.url, kind, param)
+        return ImageSource(data, param) if kind is IMAGE else VideoSource(data, param)
+
+    async def _read_url(self, url: str, kind: MediumKind, param: str) -> bytes:
+        """Return the bytes of a `data:` URL, or download a file of an allowed host."""
+        most, seconds = MAX_IMAGE_BYTES, FETCH_SECONDS
+        if kind is VIDEO:
+            most, seconds = VIDEO_LIMITS.bytes, VIDEO_SECONDS
+        if url[:5].lower() == "data:":
+            return kind.decode_data_url(url, most, param)
         try:
             address = httpx.URL(url)
         except (httpx.InvalidURL, TypeError):
             address = httpx.URL("")
         if address.scheme not in ("http", "https") or not address.host:
-            IMAGE.refuse("an image must be a data: URL or an http(s) URL", param)
+            article = "an" if kind is IMAGE else "a"
+            kind.refuse(f"{article} {kind.noun} must be a data: URL or an http(s) URL", param)
         if address.host not in self._domains:
-            IMAGE.refuse(
-                f"the server does not download images from {address.host!r:.100}: send a data: "
-                "URL, or start the server with this host in allowed_media_domains",
+            kind.refuse(
+                f"the server does not download {kind.noun}s from {address.host!r:.100}: send a "
+                "data: URL, or start the server with this host in allowed_media_domains",
                 param,
             )
         data = bytearray()
         try:
             async with (
-                asyncio.timeout(FETCH_SECONDS),
+                asyncio.timeout(seconds),
                 httpx.AsyncClient(follow_redirects=False, trust_env=False) as client,
-                self._opened_stream(client, address, param) as answer,
+                self._opened_stream(client, address, kind, param) as answer,
             ):
                 if answer.status_code != 200:
-                    IMAGE.refuse(f"the download failed with status {answer.status_code}", param)
+                    kind.refuse(f"the download failed with status {answer.status_code}", param)
                 async for chunk in answer.aiter_raw():
                     data += chunk
-                    if len(data) > MAX_IMAGE_BYTES:
-                        IMAGE.refuse_size(MAX_IMAGE_BYTES, param)
+                    if len(data) > most:
+                        kind.refuse_size(most, param)
         except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
-            IMAGE.refuse(f"the download failed ({type(error).__name__})", param)
+            kind.refuse(f"the download failed ({type(error).__name__})", param)
         return bytes(data)
 
     @asynccontextmanager
     async def _opened_stream(
-        self, client: httpx.AsyncClient, address: httpx.URL, param: str
+        self, client: httpx.AsyncClient, address: httpx.URL, kind: MediumKind, param: str
     ) -> AsyncIterator[httpx.Response]:
         """Request a URL from an address that was checked, so a later answer of the name server
         cannot change the address."""
@@ -162,7 +195,7 @@ class ChatImages(ChatMedia[ImageSource]):
         numbers = await resolve_host(address.host, port)
         for number in numbers:
             if not (is_public(number) or number in self._domains):
-                IMAGE.refuse(
+                kind.refuse(
                     f"the host {address.host!r:.100} has an address that is not public: send a "
                     "data: URL, or start the server with the address in allowed_media_domains, too",
                     param,
@@ -175,10 +208,16 @@ class ChatImages(ChatMedia[ImageSource]):
         ) as answer:
             yield answer
 
+    def get_kind(self, source: _Source) -> MediumKind:
+        """See `ChatMedia.get_kind`."""
+        return IMAGE if isinstance(source, ImageSource) else VIDEO
+
     def process_medium(
-        self, source: ImageSource, group: JobGroup | None, *, is_single: bool
+        self, source: _Source, group: JobGroup | None, *, is_single: bool
     ) -> ProcessedMedium:
         """See `ChatMedia.process_medium`."""
+        if isinstance(source, VideoSource):
+            return self._videos.process(source, group)
         processor = self._processor
         assert processor is not None, "`sources` has checked the processor"
         data = source.data
@@ -194,7 +233,7 @@ class ChatImages(ChatMedia[ImageSource]):
             processed = process_image(processor, image, self._names, is_single=is_single)
         except Exception as error:  # processors may raise any exception for an unusual size
             IMAGE.refuse(f"the image cannot be processed: {error}", source.param)
-        return ProcessedMedium(*processed, source.param)
+        return ProcessedMedium(*processed, source.param, IMAGE)
 
 
 async def resolve_host(host: str, port: int) -> list[str]:
@@ -202,16 +241,6 @@ async def resolve_host(host: str, port: int) -> list[str]:
     loop = asyncio.get_running_loop()
     address_infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return [str(entry[4][0]) for entry in address_infos]
-
-
-def _decode_data_url(url: str, param: str) -> bytes:
-    """Return the bytes of a `data:` URL."""
-    head, _, data = url.partition(",")
-    if not head.lower().endswith(";base64"):
-        IMAGE.refuse(
-            "a data: URL of an image must contain base64: data:image/png;base64,...", param
-        )
-    return IMAGE.decode_base64(data, MAX_IMAGE_BYTES, param)
 
 
 def _check_shape(image: PIL.Image.Image, processor: object, param: str) -> None:

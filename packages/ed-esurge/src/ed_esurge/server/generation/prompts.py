@@ -23,7 +23,7 @@ from ed_esurge.engine.intake import (
     check_token_ids,
 )
 from ed_esurge.server.generation.infilling import InfillPrompts
-from ed_esurge.server.generation.media import ChatMedia, ProcessedMedium
+from ed_esurge.server.generation.media import VIDEO, ChatMedia, ProcessedMedium
 from ed_esurge.server.generation.rendering import (
     ConversationOptions,
     ConversationRenderer,
@@ -49,8 +49,8 @@ LONG_TEXT = 10_000
 _CALL_CHARACTERS = 200
 _THREADS = 2
 # Threads that decode images and recordings. They mostly wait for a child process, and never delay
-# the prompts of text.
-MEDIA_THREADS = 4
+# the prompts of text. Videos have their own threads, because they last longer than images.
+MEDIA_THREADS, VIDEO_THREADS = 4, 2
 # Threads that wait for the templates of requests, which are rendered in a child process, too.
 TEMPLATE_THREADS = 2
 # Number of tokens at the end of a prompt that are searched for the beginning of thoughts.
@@ -131,6 +131,9 @@ class PromptEncoder:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="ed-esurge-tokenizer")
         self._media_threads = ThreadPoolExecutor(
             MEDIA_THREADS, thread_name_prefix="ed-esurge-media"
+        )
+        self._video_threads = ThreadPoolExecutor(
+            VIDEO_THREADS, thread_name_prefix="ed-esurge-video"
         )
         self._template_threads = ThreadPoolExecutor(
             TEMPLATE_THREADS, thread_name_prefix="ed-esurge-template"
@@ -476,7 +479,9 @@ class PromptEncoder:
         media: list[ProcessedMedium] = []
         if sources:
             expand = partial(self.media.expand_placeholders, text, sources)
-            text, media = await run_cancellable(self._media_threads, expand)
+            has_videos = any(self.media.get_kind(source) is VIDEO for source in sources)
+            threads = self._video_threads if has_videos else self._media_threads
+            text, media = await run_cancellable(threads, expand)
 
         def locate() -> EncodedPrompt:
             tokens = template.encode(text, marks)

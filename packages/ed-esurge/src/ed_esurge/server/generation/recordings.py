@@ -15,14 +15,16 @@ import numpy as np
 from ed_models.modalities.audio import RecordingForm
 
 from ed_esurge.children.process import JobGroup
+from ed_esurge.server.generation.content_parts import AudioPart
 from ed_esurge.server.generation.media import (
-    IMAGE,
+    MEDIUM_KINDS,
     RECORDING,
     ChatMedia,
+    MediumKind,
     ProcessedMedium,
     media_parts,
 )
-from ed_esurge.server.generation.requests import AudioPart, ChatMessage
+from ed_esurge.server.generation.requests import ChatMessage
 from ed_esurge.speech.audio import decode_audio
 from ed_esurge.speech.decoder_process import DecoderProcess
 from ed_esurge.speech.riff import WavFile
@@ -53,15 +55,14 @@ class ChatRecordings(ChatMedia[RecordingSource]):
         max_model_len: maximum number of tokens of a sequence, which limits the seconds.
     """
 
-    kind = RECORDING
-
     def __init__(
         self, form: RecordingForm, extractor: Any, tokenizer: Tokenizer, max_model_len: int
     ) -> None:
         self._form = form
         self._extract = getattr(extractor, "feature_extractor", extractor)
-        self.placeholder = tokenizer.convert_ids_to_tokens(form.token) or ""
-        self.token, self.tokens_of_item = form.token, {form.token}
+        self._placeholder = tokenizer.convert_ids_to_tokens(form.token) or ""
+        self.placeholders = {self._placeholder: RECORDING}
+        self.feature_tokens = self.tokens_of_item = {form.token}
         self._most = max(1, max_model_len // form.length)
         self._decoder = DecoderProcess()
 
@@ -75,7 +76,10 @@ class ChatRecordings(ChatMedia[RecordingSource]):
         recordings: list[RecordingSource] = []
         for path, part in media_parts(messages):
             if not isinstance(part, AudioPart):
-                IMAGE.refuse("this model does not accept images: send text and audio only", path)
+                kind = MEDIUM_KINDS[type(part)]
+                kind.refuse(
+                    f"this model does not accept {kind.noun}s: send text and audio only", path
+                )
             param = f"{path}.input_audio"
             if part.input_audio is None:
                 RECORDING.refuse("is missing", param)
@@ -92,6 +96,10 @@ class ChatRecordings(ChatMedia[RecordingSource]):
             )
             recordings.append(RecordingSource(data, part.input_audio.format, param))
         return recordings
+
+    def get_kind(self, source: RecordingSource) -> MediumKind:
+        """See `ChatMedia.get_kind`."""
+        return RECORDING
 
     def process_medium(
         self, source: RecordingSource, group: JobGroup | None, *, is_single: bool
@@ -123,5 +131,5 @@ class ChatRecordings(ChatMedia[RecordingSource]):
         count = -(-len(sound) // hop)
         items, length = self._form.split_recording(spectrogram, count)
         return ProcessedMedium(
-            items, self.placeholder * (length * len(items)), length, source.param
+            items, self._placeholder * (length * len(items)), length, source.param, RECORDING
         )

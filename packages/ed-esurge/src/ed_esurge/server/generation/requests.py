@@ -13,6 +13,14 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, PlainValidator, PrivateAttr, model_validator
 
 from ed_esurge.sampling import MAX_BAD_WORDS, MAX_LISTED, Word
+from ed_esurge.server.generation.content_parts import (
+    OMITTED_MEDIUM,
+    PART_TYPES,
+    ContentParts,
+    MediumPart,
+    TextPart,
+    convert_part,
+)
 from ed_esurge.server.generation.structured import (
     MAX_TOOL_CALLS,
     Guided,
@@ -308,110 +316,13 @@ class CompletionRequest(GenerationRequest):
         return self
 
 
-class TextPart(History):
-    """One text part of a message's content."""
-
-    type: Literal["text"]
-    text: str
-
-
-class RefusalPart(History):
-    """A refusal of the assistant in the conversation."""
-
-    type: Literal["refusal"]
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        """The text of the refusal."""
-        return self.refusal
-
-
-class ImageURL(History):
-    """The address of an image. `detail` has no effect."""
-
-    url: str
-    detail: Literal["auto", "low", "high"] | None = None
-
-
-#: Text for a model that cannot read an optional medium.
-OMITTED_MEDIUM = "[A tool has read an image here. This model reads only text.]"
-
-
-class MediumPart(History):
-    """Base of the parts with an image or a recording."""
-
-    _field: str | None = PrivateAttr(default=None)
-    _content: str = PrivateAttr(default="image_url.url")
-    _optional: bool = PrivateAttr(default=False)
-
-    @property
-    def field(self) -> str | None:
-        """The field of the part in a request of another API; None = the request is a chat."""
-        return self._field
-
-    @property
-    def is_optional(self) -> bool:
-        """Whether a model that reads only text receives a note instead of the medium."""
-        return self._optional
-
-    def at(self, field: str | None, content: str, *, optional: bool = False) -> Self:
-        """Return the part with its field in a request of another API.
-
-        Args:
-            field: the field of the part.
-            content: the field inside of the part with the content of the medium.
-            optional: see `is_optional`.
-        """
-        self._field, self._content, self._optional = field, content, optional
-        return self
-
-    def content_field(self, path: str) -> str:
-        """Return the field with the content of the medium, from the field of the part."""
-        return f"{path}.{self._content}"
-
-
-class ImagePart(MediumPart):
-    """One image part of a message's content."""
-
-    type: Literal["image_url"]
-    image_url: ImageURL | None = None
-
-
-class InputAudio(History):
-    """A recording: the base64 text of a file, and its format."""
-
-    data: str
-    format: Literal["wav", "mp3"]
-
-
-class AudioPart(MediumPart):
-    """One recording of a message's content."""
-
-    type: Literal["input_audio"]
-    input_audio: InputAudio | None = None
-
-
-ContentParts = Annotated[
-    list[Annotated[TextPart | RefusalPart | ImagePart | AudioPart, Field(discriminator="type")]],
-    Field(fail_fast=True),
-]
-
-
-def _part_for_template(part: TextPart | RefusalPart | ImagePart | AudioPart) -> dict[str, str]:
-    """Return a part of a message for a chat template; the content of a medium is no text."""
-    if isinstance(part, ImagePart):
-        return {"type": "image"}
-    return {"type": "audio"} if isinstance(part, AudioPart) else {"type": "text", "text": part.text}
-
-
 class ChatMessage(History):
     """One chat message. The message of an answer is a valid message as well."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         str | ContentParts | None,
-        check_part_types("text", "refusal", "image_url", "input_audio"),
+        check_part_types(*PART_TYPES),
         few(MAX_PARTS),
     ] = None
     name: str | None = None
@@ -453,11 +364,11 @@ class ChatMessage(History):
     def for_template(self) -> dict[str, Any]:
         """Return the message for `ed_infra.conversation`, which prepares it for the template.
 
-        The parts of images and recordings have no content.
+        The parts of images, videos and recordings have no content.
         """
         message = self.model_dump(exclude_none=True, exclude={"content"})
         if isinstance(self.content, list):
-            message["content"] = [_part_for_template(part) for part in self.content]
+            message["content"] = [convert_part(part) for part in self.content]
         elif self.content is not None:
             message["content"] = self.content
         return message

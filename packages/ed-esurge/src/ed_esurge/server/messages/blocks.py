@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
-from ed_esurge.server.generation.requests import MAX_PARTS, ImagePart, ImageURL
+from ed_esurge.server.generation.content_parts import ImagePart, ImageURL
+from ed_esurge.server.generation.requests import MAX_PARTS
 from ed_esurge.server.http.errors import InvalidField
 from ed_esurge.server.http.fields import History, check_part_types, few, reject_field
 

@@ -8,12 +8,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag, ValidationInfo, model_validator
 
 from ed_esurge.sampling import MAX_STOPS, Word
+from ed_esurge.server.generation.content_parts import ImagePart
 from ed_esurge.server.generation.requests import (
     MAX_MESSAGES,
     MAX_PARTS,
     ChatRequest,
     Effort,
-    ImagePart,
 )
 from ed_esurge.server.generation.structured import MAX_TOOLS, ToolName
 from ed_esurge.server.http.errors import InvalidField

@@ -11,15 +11,14 @@ from urllib.parse import unquote
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import from_json
 
-from ed_esurge.server.generation.requests import (
-    MAX_MESSAGES,
-    MAX_PARTS,
+from ed_esurge.server.generation.content_parts import (
     OMITTED_MEDIUM,
     AudioPart,
     ImagePart,
     ImageURL,
     InputAudio,
 )
+from ed_esurge.server.generation.requests import MAX_MESSAGES, MAX_PARTS
 from ed_esurge.server.http.errors import InvalidField
 from ed_esurge.server.http.fields import History, check_part_types, few, reject_field
 from ed_esurge.server.responses.tools import OfferedTools
