@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from ed_infra.errors import CheckpointError, ConfigError
@@ -85,6 +86,37 @@ def test_initial_values_of_adapters_are_those_of_peft(case: str, tmp_path: Path)
         save_adapter(model, tmp_path / "plain")
         again = peft.PeftModel.from_pretrained(base_of(subject), tmp_path / "plain").eval()
         np.testing.assert_allclose(logits_of(again, subject.ids), expected, atol=BOUND)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+def test_engine_subtracts_the_initial_part_of_an_adapter_of_peft(
+    start: str, tmp_path: Path
+) -> None:
+    from ed_esurge import SamplingParams, eSurge
+
+    saved_adapter("llama", tmp_path, init_lora_weights=start)
+    subject = subject_of("llama")
+    engine = eSurge(
+        subject.model,
+        max_loras=1,
+        max_num_seqs=1,
+        max_model_len=16,
+        page_size=8,
+        silent_mode=True,
+        compile_runner=False,
+    )
+    engine.load_lora_adapter("start", tmp_path)
+    prompt = [int(token) for token in subject.ids[0][:6]]
+    greedy = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=1)
+    (output,) = engine.generate(prompt, greedy, lora_name="start")
+    tokens = output.outputs[0].token_ids
+    ids = np.asarray([[*prompt, *tokens]], np.int32)
+    logits = our_logits(load_adapter(subject.model, tmp_path), ids)[0, len(prompt) - 1 : -1]
+    expected = np.asarray(jax.nn.log_softmax(logits, axis=-1))
+    pairs = zip(output.outputs[0].logprobs, tokens, strict=True)
+    got = [logprobs[token].logprob for logprobs, token in pairs]
+    np.testing.assert_allclose(got, expected.max(-1), atol=BOUND)
 
 
 def test_every_setting_of_peft_is_known() -> None:

@@ -320,6 +320,30 @@ def test_invalid_hardware_is_an_error(topology: str | None, named: str | None, w
         devices.parse_hardware(topology, named)
 
 
+@pytest.mark.parametrize("targets", [None, ["self_attn", "experts"]])
+def test_slots_of_adapters_have_the_predicted_bytes(targets: list[str] | None):
+    import jax
+    from ed_elarge.plan.abstract import abstract_model
+    from ed_elarge.plan.serving import count_slot_bytes
+    from ed_layers.lora.slots import SlotParam
+    from ed_models.adapters.slots import with_slots
+    from flax import nnx
+
+    values = run_file("qwen3_moe", actions=["serve"], sharding={"axis_dims": [1, 1, 1, 1, 1]})
+    del values["trainer"], values["mixture"]
+    esurge = {"max_loras": 3, "max_lora_rank": 4, "max_model_len": 256}
+    run = run_of(
+        {**values, "esurge": esurge if targets is None else {**esurge, "lora_targets": targets}}
+    )
+    model = abstract_model(run, None, serves=True)
+    slots = nnx.eval_shape(lambda: with_slots(model, 3, 4, targets))
+    exact = sum(
+        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(slots, SlotParam))
+    )
+    mesh = build_mesh(run, 1)
+    assert count_slot_bytes(settings.serving(run), shapes.get_shapes(run), mesh) == exact
+
+
 def test_serving_pages_hold_the_concurrent_requests():
     from ed_elarge.plan.estimate import plan_run
 

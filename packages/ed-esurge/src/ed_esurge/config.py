@@ -362,8 +362,8 @@ class EngineConfig(Options):
     max_lora_rank: Annotated[int, Field(gt=0, le=2**12)] = 16
     """Maximum rank of a loaded adapter."""
     lora_targets: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
-    """Patterns for the names of the linear layers that loaded adapters may modify. None: every
-    linear layer except the head."""
+    """Patterns for the names of the layers that loaded adapters may modify: linear layers, and
+    experts (`experts`). None: every linear layer except the head and the experts."""
 
     # Stop conditions of every request.
     extra_eos_token_ids: tuple[Whole, ...] = ()

@@ -13,11 +13,13 @@ from ed_esurge.config import STATES_PER_SEQUENCE, EngineConfig
 from ed_esurge.core.page_pool import pages_of_sequence
 from ed_infra.errors import ConfigError
 
+from ed_elarge.config.adaptation import LoraSection
 from ed_elarge.plan.devices import DeviceKind, MemoryParts
 from ed_elarge.plan.mesh import PlanMesh
 from ed_elarge.plan.quantized import count_dequantized_values, count_weight_bytes
 from ed_elarge.plan.settings import Serving
 from ed_elarge.plan.tensors import DTYPE_SIZES, CacheShape, ModelShapes, PlanTensor
+from ed_elarge.plan.training import iterate_adapter_tensors
 
 #: Tokens of a step, unless `max_num_batched_tokens` is set (`ed_esurge.engine.setup.TOKEN_BUDGET`).
 _TOKEN_BUDGET = {"gpu": 2048, "tpu": 8192}
@@ -100,6 +102,7 @@ def plan_engine(
         count_weight_bytes(tensor, settings.param_dtype, settings.codes, mesh)
         for tensor in shapes.tensors
     )
+    slots = count_slot_bytes(settings, shapes, mesh)
     v, d = shapes.vocabulary, shapes.hidden
     state = seqs * (8 * v + 4 + 4 * d)
     work = workspace(settings, shapes, mesh, tokens=tokens, rows=seqs)
@@ -124,7 +127,9 @@ def plan_engine(
             free = sum(pages[name] * page_bytes[name] for name in pages) // 2
             saved = count_saved_states(options, seqs, free, state_bytes)
     else:
-        free = int(device.usable * options.hbm_utilization) - weights - state - work - running
+        free = (
+            int(device.usable * options.hbm_utilization) - weights - slots - state - work - running
+        )
         if state_bytes:
             most_bytes = sum(most[name] * page_bytes[name] for name in needed)
             spare = min(max(free // 3, free - most_bytes), free - sequence_bytes)
@@ -133,10 +138,12 @@ def plan_engine(
         pages = {
             name: max(n, min(most[name], n * free // sequence_bytes)) for name, n in needed.items()
         }
+    slot_parts = {"adapters": slots} if slots else {}
     state_parts = {"recurrent states": running + saved * state_bytes} if state_bytes else {}
     memory = MemoryParts(
         {
             "parameters": weights,
+            **slot_parts,
             "KV pages": sum(pages[name] * page_bytes[name] for name in pages),
             **state_parts,
             "sampler state": state,
@@ -152,6 +159,24 @@ def plan_engine(
         *(memory, pages, needed, page_bytes, longest, seqs, tokens, replicas, cached * replicas),
         state_bytes=state_bytes,
         saved_states=saved,
+    )
+
+
+def count_slot_bytes(settings: Serving, shapes: ModelShapes, mesh: PlanMesh) -> int:
+    """Return the bytes of the slots of adapters on one device (`ed_models.adapters.slots`).
+
+    Linear layers have A, B and a factor for each output, as DoRA. Experts have A and B.
+    """
+    options = settings.options
+    if not options.max_loras:
+        return 0
+    section = LoraSection(rank=options.max_lora_rank, targets=options.lora_targets, dora=True)
+    return sum(
+        options.max_loras * DTYPE_SIZES[settings.dtype] * mesh.shard(tensor)
+        for tensor in iterate_adapter_tensors(
+            section, [t for t in shapes.tensors if not t.is_table]
+        )
+        if tensor.axes[:1] != ("expert",) or not tensor.name.endswith("lora_magnitude")
     )
 
 

@@ -221,11 +221,9 @@ def serving(run: RunConfig) -> Serving:
     """Return the settings of a run that serves.
 
     Raises:
-        ConfigError: the weights are quantized, or a draft model or adapters are served.
+        ConfigError: the weights are quantized, or a draft model is served.
     """
     options = run.esurge
-    if options.max_loras:
-        raise ConfigError("elarge plan does not know esurge.max_loras: omit it")
     speculative_config = options.speculative_config
     if speculative_config is not None and speculative_config.method not in _DRAFTS_OF_TEXT:
         raise ConfigError(

@@ -32,7 +32,8 @@ from ed_esurge.core.commands import (
 )
 from ed_esurge.engine.assembly import Loop
 from ed_esurge.engine.transport import ProcessRole, Transport
-from ed_esurge.model import get_platform
+from ed_esurge.model import get_platform, over_processes
+from ed_esurge.runner.weights import ServedWeights
 
 
 class EngineControl:
@@ -238,12 +239,20 @@ def loading(loop: Loop, name: str, source: str | Path | nnx.Module | Adapter) ->
             )
     elif isinstance(source, str | Path):
         check_token_tables(model, source)
-        adapter, origin = read_adapter(model, source), str(source)
+        adapter, origin = read_adapter(_get_model_with_values(loop), source), str(source)
     else:
         adapter = source
     adapter = convert_to_plain(adapter)
     slot_values(model, adapter)
     return LoadAdapter(name, adapter, origin)
+
+
+def _get_model_with_values(loop: Loop) -> Any:
+    """Return the model with its arrays, which PEFT's adapters of PiSSA and OLoRA depend on; without
+    arrays if other processes have parts of them, or if the weights are absent."""
+    model, weights = loop.runner.model, loop.runner.weights
+    is_here = isinstance(weights, ServedWeights) and weights.there and not over_processes(model)
+    return weights.merge_leaves(weights.leaves) if is_here else model
 
 
 def check_level(level: int) -> int:

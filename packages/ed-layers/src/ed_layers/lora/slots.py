@@ -26,7 +26,11 @@ from ed_layers.projections.linear import Linear
 
 
 class SlotParam(nnx.Variable):
-    """A matrix of served adapters, which is neither trained nor saved with the model."""
+    """A matrix of served adapters, which is neither trained nor saved with the model.
+
+    The third axis from the end is the slot. With the metadata `columns`, the slots are side by side
+    instead, and each has this number of columns.
+    """
 
 
 class LoRASlots(Linear):
@@ -87,8 +91,19 @@ def by_row(ids: Int[Array, "b s"], x: Float[Array, "*rows i"]) -> Int[Array, "*r
     return jnp.broadcast_to(ids.reshape(*ids.shape, *(1,) * (len(rows) - 2)), rows)
 
 
+def get_slot_shape(variable: SlotParam) -> tuple[int, ...]:
+    """Return the shape of one slot, [*layers, j, k]."""
+    *leading, count, rows, columns = variable.get_value().shape
+    width = variable.get_metadata().get("columns")
+    return (*leading, rows, columns) if width is None else (*leading, count, rows, width)
+
+
 def write_slot(
-    leaf: Float[Array, "*layers n j k"], slot: Int[Array, ""], value: Float[Array, "*layers j k"]
+    leaf: Float[Array, "*axes k"], slot: Int[Array, ""], value: Float[Array, "*layers j m"]
 ) -> jax.Array:
-    """Return a leaf in which one slot (1 to n) is replaced."""
-    return leaf.at[..., slot - 1, :, :].set(value.astype(leaf.dtype))
+    """Return a leaf in which one slot (1 to n) is replaced, see `SlotParam`."""
+    value = value.astype(leaf.dtype)
+    if value.ndim < leaf.ndim:
+        return leaf.at[..., slot - 1, :, :].set(value)
+    first = (slot - 1) * value.shape[-1]
+    return jax.lax.dynamic_update_slice_in_dim(leaf, value, first, axis=-1)

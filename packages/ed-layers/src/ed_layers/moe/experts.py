@@ -18,6 +18,7 @@ from ed_layers.activations import activation
 from ed_layers.context import Ctx
 from ed_layers.devices import get_platform
 from ed_layers.fixed_order import KernelChoice
+from ed_layers.moe.adapter_slots import select_slots
 from ed_layers.moe.blocks import (
     ExpertParams,
     ExpertProduct,
@@ -111,46 +112,48 @@ class Experts(nnx.Module):
             name: layer for name, layer in vars(self).items() if isinstance(layer, ExpertLinear)
         }
         params = {f"{at}.{k}": v for at, layer in layers.items() for k, v in layer.arrays().items()}
-        local = partial(self.local, ctx=ctx)
+        network, features = self.network, x.shape[-1]
+        if ctx.adapter_ids is not None:
+            network, x = select_slots(network, layers, x, ctx.adapter_ids)
+        local = partial(self.local, network, ctx=ctx)
         if ctx.config is None or ctx.config.mesh.size == 1:
-            return local(x, expert_ids, weights, params)
+            out = local(x, expert_ids, weights, params)
+            return out if ctx.adapter_ids is None else out[..., :features]
         axes = {
             f"{at}.{name}": variable.get_metadata()["axes"]
             for at, layer in layers.items()
             for name, variable in layer.variables().items()
         }
         mesh = ExpertMesh.of(ctx.config, params, axes, x.shape, ctx.mode)
-        return mesh.run(local, x, expert_ids, weights, params)
+        out = mesh.run(local, x, expert_ids, weights, params)
+        return out if ctx.adapter_ids is None else out[..., :features]
 
     def local(
         self,
+        network: Network,
         x: Float[Array, "b s d"],
         expert_ids: Int[Array, "b s k"],
         weights: Float[Array, "b s k"],
         params: ExpertParams,
         ctx: Ctx,
     ) -> Float[Array, "b s d"]:
-        """Apply the experts `params` to the tokens of one device."""
+        """Apply the network of the experts `params` to the tokens of one device."""
         flat, k = x.reshape(-1, x.shape[-1]), expert_ids.shape[-1]
         experts = params["up_proj.kernel"].shape[0]
         expert_ids, weights = expert_ids.reshape(-1, k), weights.reshape(-1, k).astype(jnp.float32)
         weights = jnp.where(expert_ids < experts, weights, 0.0)
         grouped = self.force_grouped or get_platform(ctx.config) != "cpu"
-        local = partial(self.local, ctx=ctx)
-        KernelChoice.note("experts", local, self.network, self.method, x, params, k)
+        local = partial(self.local, network, ctx=ctx)
+        KernelChoice.note("experts", local, network, self.method, x, params, k)
         if self.method == "dense_moe":
-            out = dense(self.network, self.precision, flat, expert_ids, weights, params)
+            out = dense(network, self.precision, flat, expert_ids, weights, params)
         elif self.method == "fused_moe" and grouped:
             share = self.count // experts  # Of `share` rows, one is expected on this device.
-            out = over_groups(
-                self.network, self.precision, flat, expert_ids, weights, params, share
-            )
+            out = over_groups(network, self.precision, flat, expert_ids, weights, params, share)
         else:
             plan = build_blocks(expert_ids, experts)
             choice = KernelChoice.get_current()
-            out = over_expert_blocks(
-                self.network, self.precision, choice, flat, weights, params, plan
-            )
+            out = over_expert_blocks(network, self.precision, choice, flat, weights, params, plan)
         return jnp.asarray(out, x.dtype).reshape(x.shape)
 
 

@@ -34,10 +34,18 @@ from ed_models.checkpoints.saving import LayerReader, layer_values
 def fit_unchanged_base(
     adapter: LayerAdapter, matrix: Matrix, model: nnx.Module, start: str
 ) -> LayerAdapter:
-    """Return an adapter for the unchanged base; of a model without values, the adapter itself."""
+    """Return an adapter for the unchanged base.
+
+    Raises:
+        ConfigError: the weights are quantized, those of experts, or not in this process.
+    """
     state = base_state(model)
-    if _is_abstract(state):
-        return adapter
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
+        raise ConfigError(
+            f"the adapter has init_lora_weights: {start!r}, which changes the weights of the base, "
+            "and this process does not have these weights: load the adapter onto the model "
+            "(load_adapter) and save it (save_pretrained), which writes a plain adapter"
+        )
     quantized = _find_codes(state, matrix)
     if quantized or matrix.experts is not None:
         kind = "quantized" if quantized else "those of experts"
@@ -110,10 +118,6 @@ def _find_codes(state: nnx.State, matrix: Matrix) -> list[QArray]:
         if isinstance(variable.get_value(), QArray)
         and not names.isdisjoint(parameter_names.canonical(path))
     ]
-
-
-def _is_abstract(state: nnx.State) -> bool:
-    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state))
 
 
 def subtract_initial_part(

@@ -44,6 +44,7 @@ from ed_models.adapters.saved_modules import (
     list_modules,
     module_names,
 )
+from ed_models.adapters.single_experts import read_single_experts
 from ed_models.adapters.token_tables import (
     add_token_rows,
     find_token_tables,
@@ -444,8 +445,7 @@ def _ours(
     }
     by_key = {key: touched[name] for name, key in _keys(touched).items()}
     start = read_start(settings, directory / CONFIG)
-    adapter: dict[str, LayerAdapter] = {}
-    wrong: list[str] = []
+    adapter, modules, wrong = read_single_experts(modules, settings, model)
     for stored_module, parts in modules.items():
         module = find_module(model, stored_module, by_key)
         matrix = by_key.get(module)

@@ -1,7 +1,8 @@
 """Adapter slots: a model that serves many adapters in one step.
 
 `RaggedBatch.adapter_ids` maps each sequence to a slot. Layers whose rows are not tokens (a module
-lists them in `without_tokens`), experts, embeddings and the head have no slots.
+lists them in `without_tokens`), embeddings and the head have no slots. Experts have slots if a
+target matches them.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from ed_infra import parameter_names
 from ed_infra.errors import ConfigError
 from ed_infra.rules import Rules
 from ed_layers.lora.layers import LowRank
-from ed_layers.lora.slots import LoRASlots, SlotParam
-from ed_layers.projections.linear import Linear
+from ed_layers.lora.slots import LoRASlots, SlotParam, get_slot_shape
+from ed_layers.moe.adapter_slots import ExpertSlots
+from ed_layers.moe.experts import Experts
+from ed_layers.projections.linear import ExpertLinear, Linear
 from ed_layers.quantization.model import quantized_matrices
 from ed_layers.transform import Replace, transform
 from flax import nnx
@@ -29,13 +32,14 @@ _LISTED = 10
 
 
 def with_slots(model: M, slots: int, rank: int, targets: Sequence[str] | None = None) -> M:
-    """Return a copy of a model whose linear layers have empty adapter slots.
+    """Return a copy of a model whose linear layers and experts have empty adapter slots.
 
     Args:
         model: a model without adapters on its layers.
         slots: maximum number of loaded adapters.
         rank: maximum rank of an adapter.
-        targets: patterns over canonical names of layers; None = every linear layer except the head.
+        targets: patterns over canonical names of layers; None = every linear layer except the head
+            and the experts, whose slots need more memory than those of all other layers.
 
     Raises:
         ConfigError: a target matches no layer, or the model has adapters on its layers.
@@ -56,11 +60,15 @@ def with_slots(model: M, slots: int, rank: int, targets: Sequence[str] | None = 
         rules.append((f"^(?:{'|'.join(left_out)})$", None))
 
     def places(layer: nnx.Module, key: jax.Array) -> nnx.Module:
-        assert isinstance(layer, Linear), "only linear layers have slots"
+        if isinstance(layer, ExpertLinear):
+            return ExpertSlots(layer, slots, rank, dtype)
+        assert isinstance(layer, Linear), "only linear layers and experts have slots"
         return LoRASlots(layer, slots, rank)
 
+    dtype = next((x.dtype for _, x in nnx.iter_modules(model) if isinstance(x, Experts)), None)
     rules += [(target, places) for target in targets or (ALL_LINEAR,)]
-    return transform(model, Rules(rules, kind="target of served adapters"), of=Linear)
+    kinds = (Linear, ExpertLinear) if targets else (Linear,)
+    return transform(model, Rules(rules, kind="target of served adapters"), of=kinds)
 
 
 def slot_values(model: nnx.Module, adapter: Adapter) -> nnx.State:
@@ -72,8 +80,9 @@ def slot_values(model: nnx.Module, adapter: Adapter) -> nnx.State:
         adapter: adapter values by canonical name, from `convert_to_plain`.
 
     Returns:
-        float32 arrays [*layers, i, r], [*layers, r, o] and [*layers, 1, o], with the scale
-        multiplied into B. Layers that the adapter does not change have zeros, zeros and ones.
+        float32 arrays [*layers, i, r], [*layers, r, o] and [*layers, 1, o]; [*layers, e, i, r] and
+        [*layers, e, r, o] of experts. The scale is multiplied into B. Layers that the adapter does
+        not change have zeros, zeros and ones.
 
     Raises:
         ConfigError: the adapter exceeds the rank of the slots, contains numbers that are not
@@ -89,8 +98,8 @@ def slot_values(model: nnx.Module, adapter: Adapter) -> nnx.State:
             wrong.append(f"{parent}: a module that is trained in full (modules_to_save)")
         elif matrix == "embedding":
             wrong.append(f"{parent}: an embedding")
-        elif layer.a.ndim != 2:
-            wrong.append(f"{parent}: experts")
+        elif layer.a.ndim == 3 and parent not in places:
+            wrong.append(f"{parent}: experts without slots (lora_targets: [self_attn, experts])")
         elif parent not in places:
             wrong.append(f"{parent}: a layer that serves no adapters")
         elif layer.spec.quantizes_weights and name not in codes:
@@ -108,18 +117,17 @@ def slot_values(model: nnx.Module, adapter: Adapter) -> nnx.State:
         )
 
     def values(path: tuple[object, ...], variable: nnx.Variable) -> nnx.Variable:
-        *leading, _, rows, columns = variable.get_value().shape
-        field = path[-1]
-        out = np.full((*leading, rows, columns), field == "lora_gain", np.float32)
+        assert isinstance(variable, SlotParam), "the state was filtered"
+        field, is_stacked = path[-1], parameter_names.is_stacked(path)
+        out = np.full(get_slot_shape(variable), field == "lora_gain", np.float32)
         for i, name in enumerate(parameter_names.canonical(path[:-1])):
-            layer = layers.get(f"{name}.kernel")
+            layer, place = layers.get(f"{name}.kernel"), out[i] if is_stacked else out
             if field == "lora_gain":
                 if name in gains:
-                    (out[i] if leading else out)[0] = gains[name]
+                    place[0] = gains[name]
             elif layer is not None:
                 value = layer.a if field == "lora_a" else layer.b * layer.spec.scale
-                place = out[i] if leading else out
-                place[: value.shape[0], : value.shape[1]] = value
+                place[..., : value.shape[-2], : value.shape[-1]] = value
         return variable.replace(out)
 
     layers = get_layer_adapters(adapter)
@@ -159,7 +167,7 @@ def _is_abstract(tree: object) -> bool:
 def _places(model: nnx.Module) -> Iterator[tuple[str, int]]:
     """Return the canonical names of the layers with slots, and the rank of the slots."""
     for path, node in nnx.iter_modules(model):
-        if isinstance(node, LoRASlots):
-            rank = node.lora_a.get_value().shape[-1]
+        if isinstance(node, LoRASlots | ExpertSlots):
+            rank = node.lora_b.get_value().shape[-2]
             for name in parameter_names.canonical(parameter_names.normalize_parameter_name(path)):
                 yield name, rank
