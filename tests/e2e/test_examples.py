@@ -17,6 +17,8 @@ from ed_elarge.config import nodes
 from ed_elarge.config.normalize import normalize
 from ed_trainers.arguments import METHODS
 
+from tools.bench import tool_use
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 #: Examples with separate tests: see test_main_job.py.
@@ -117,6 +119,27 @@ def test_example_is_valid_without_warnings(name: str, monkeypatch: pytest.Monkey
     monkeypatch.chdir(ROOT)
     run = normalize(nodes.read_yaml(EXAMPLES / f"{name}.yaml"), require_actions=True)
     assert not run.warnings, run.warning_texts()
+
+
+@pytest.mark.parametrize("name", ["warm_up", "grpo"])
+def test_example_of_a_tool_is_valid_without_warnings(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    run = normalize(nodes.read_yaml(EXAMPLES / "tool_use" / f"{name}.yaml"), require_actions=True)
+    assert not run.warnings, run.warning_texts()
+
+
+def test_rows_of_the_tool_are_those_of_the_generator() -> None:
+    rows = tool_use.build_rows()
+    for name, written in rows.items():
+        lines = (EXAMPLES / "tool_use" / name).read_text("utf-8").splitlines()
+        assert [json.loads(line) for line in lines] == written
+    items = [{row["item"] for row in rows[f"{name}.jsonl"]} for name in ("questions", "heldout")]
+    assert not items[0] & items[1]
+    numbers = [{"reward": 0.25, "step": step} for step in range(1, 11)]
+    figures = tool_use.summarize([{"step": 0, "eval_reward": 0.5}, *numbers])
+    assert figures == {"rewards": [0.25] * 5, "held_out": {0: (0.5, 0.112)}}
 
 
 @pytest.mark.nightly
