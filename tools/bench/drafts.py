@@ -1,7 +1,7 @@
 """Tokens per step and speed of an engine that drafts with a trained MTP layer, against plain steps.
 
     elarge examples/draft_smollm2.yaml
-    python -m tools.bench.drafts runs/draft_smollm2/model [--vocabulary 8192] [--rounds 5]
+    python -m tools.bench.drafts runs/draft_smollm2/model [--vocabulary 4096] [--rounds 5]
 
 The prompts are the held-out chats of the quickstart. The engines take turns, and must return the
 same tokens. The acceptance length counts the steps after that of the prompt, for single prompts.
@@ -94,7 +94,7 @@ def main() -> None:
     """Print both tables."""
     parser = command_line("drafts", __doc__)
     parser.add_argument("model", help="folder of a model with an MTP layer")
-    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument("--drafts", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=5)

@@ -335,6 +335,24 @@ def test_number_of_proposals_follows_their_acceptance() -> None:
     assert set(pauses[5:]) <= {256}
 
 
+def test_requests_after_useless_proposals_begin_with_one() -> None:
+    class Wrong(Guesser):
+        def __init__(self) -> None:
+            super().__init__(4, 1.0, 0)
+            self._adapts = True
+
+    proposer = Wrong()
+    engine = DraftEngine(proposer, longest=96)
+    counts: list[int] = []
+    for _ in range(24):
+        before = proposer.num_draft_tokens
+        engine.add(draw(9), 80, end=None)
+        engine.run()
+        counts.append(proposer.num_draft_tokens - before)
+    # A trial at the beginning, and after pauses of 16 and 32 tokens.
+    assert counts[0] > counts[-1] == 3
+
+
 def test_useless_proposals_are_switched_off_for_their_request() -> None:
     class Wrong(Guesser):
         def __init__(self) -> None:

@@ -52,11 +52,12 @@ class Definition:
 
     Args:
         model: the served model.
-        vocab_size: number of tokens that the layer may propose; None = all.
+        tokens: the tokens that the layer may propose; None = all.
     """
 
-    def __init__(self, model: Any, vocab_size: int | None = None) -> None:
+    def __init__(self, model: Any, tokens: Sequence[int] | None = None) -> None:
         graphdef, self._state = nnx.split(model)
+        drafted = jnp.asarray(range(model.config.vocab_size) if tokens is None else tokens)
 
         def compute_hidden(state: Any, ids: jax.Array) -> Any:
             model = nnx.merge(graphdef, state)
@@ -65,7 +66,7 @@ class Definition:
         def apply_layer(state: Any, embeds: jax.Array, hidden: jax.Array) -> Any:
             model = nnx.merge(graphdef, state)
             output = model.mtp(inputs_embeds=embeds, hidden=hidden).last_hidden_state
-            return output, jnp.argmax(model.head()(output)[..., :vocab_size], axis=-1)
+            return output, drafted[jnp.argmax(model.head()(output)[..., drafted], axis=-1)]
 
         self._hidden, self._layer = jax.jit(compute_hidden), jax.jit(apply_layer)
 
@@ -90,7 +91,12 @@ def definition(model):
     return Definition(model)
 
 
-def check_proposals(engine: eSurge, definition: Definition, prompts: Sequence[list[int]]) -> int:
+def check_proposals(
+    engine: eSurge,
+    definition: Definition,
+    prompts: Sequence[list[int]],
+    params: SamplingParams = GREEDY,
+) -> int:
     """Compare all proposals of some requests with the definition; return their number."""
     proposer: Any = engine.loop.scheduler.proposer
     compared: list[bool] = []
@@ -107,7 +113,7 @@ def check_proposals(engine: eSurge, definition: Definition, prompts: Sequence[li
     seen = set[tuple[str, int]]()
     proposer._draft = draft_and_compare
     try:
-        engine.generate([*prompts], GREEDY)
+        engine.generate([*prompts], params)
     finally:
         del proposer._draft
     assert all(compared), f"{compared.count(False)} of {len(compared)} proposals differ"
@@ -160,7 +166,25 @@ def reads_hidden_state_before(patch: pytest.MonkeyPatch) -> None:
 
 def keeps_hidden_states_of_the_model(patch: pytest.MonkeyPatch) -> None:
     """Repeat the layer with the hidden states of the model instead of its own."""
-    patch.setattr(MTPDrafts, "_run", lambda self, plan: DraftModel._run(self, plan))
+
+    def draft_with_model_states(self: MTPDrafts, plan: StepPlan, requests: Any) -> None:
+        self._write_hidden(self._served)
+        for _ in range(MOST):
+            sampled = DraftModel._run(self, plan)
+            rows: list[PlanRow] = []
+            for stop, row in zip(
+                np.cumsum([len(r.token_ids) for r in plan.rows]), plan.rows, strict=True
+            ):
+                if row.samples:
+                    name, (token, *_) = row.request_id, sampled[row.request_id]
+                    known = requests[name].num_tokens
+                    self._drafts.setdefault(name, (known, []))[1].append(token)
+                    rows.append(self._build_next(row, token, int(stop) - 1))
+            if not rows:
+                return
+            plan = StepPlan(plan.step, tuple(rows))
+
+    patch.setattr(MTPDrafts, "_draft", draft_with_model_states)
 
 
 def keeps_old_hidden_states(patch: pytest.MonkeyPatch) -> None:
@@ -221,6 +245,17 @@ def test_drafted_requests_have_the_answers_of_plain_decoding(
             assert one.cumulative_logprob == pytest.approx(two.cumulative_logprob, abs=1e-4)
 
 
+def test_proposals_after_a_pause_are_those_of_the_definition(model, definition) -> None:
+    """The layer computes the tokens of a pause when it drafts again, with their hidden states."""
+    config = {"method": "mtp", "num_speculative_tokens": MOST}
+    engine = start(model, speculative_config=config)
+    proposer: Any = engine.loop.scheduler.proposer
+    params = GREEDY.replace(max_tokens=30)
+    assert check_proposals(engine, definition, PROMPTS[:1], params) > 4
+    assert proposer.num_pauses > 0
+    assert not proposer._waiting
+
+
 @pytest.mark.parametrize("max_loras", [0, 1])
 def test_new_weights_are_also_those_of_the_layer(max_loras: int, make_llama, tokenizer) -> None:
     """Copied and lent weights, after which the proposals are those of the new model."""
@@ -240,11 +275,14 @@ def test_new_weights_are_also_those_of_the_layer(max_loras: int, make_llama, tok
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_short_head_proposes_the_best_of_the_first_tokens(
+def test_short_head_proposes_the_best_of_the_frequent_tokens(
     is_tied: bool, make_llama, tokenizer
 ) -> None:
-    """Also with new weights; the answers are those of plain decoding."""
+    """Without counts, of the first tokens. Also with new weights; answers are those of plain
+    decoding."""
     old, new = (make_llama(mtp_head="new", tie_word_embeddings=is_tied, seed=s) for s in (0, 5))
+    counts = np.random.default_rng(0).permutation(old.config.vocab_size)
+    new.mtp.token_counts.set_value(jnp.asarray(counts, jnp.float32))
     config = {
         "method": "mtp",
         "num_speculative_tokens": MOST,
@@ -252,9 +290,10 @@ def test_short_head_proposes_the_best_of_the_first_tokens(
         "draft_vocab_size": 100,
     }
     engine = start(old, tokenizer, speculative_config=config)
-    assert check_proposals(engine, Definition(old, 100), PROMPTS) > 15
+    assert check_proposals(engine, Definition(old, range(100)), PROMPTS) > 15
     engine.update_model_weights(new)
-    assert check_proposals(engine, Definition(new, 100), PROMPTS) > 15
+    frequent = np.sort(np.argsort(counts)[-100:]).tolist()
+    assert check_proposals(engine, Definition(new, frequent), PROMPTS) > 15
     drafted = engine.generate(PROMPTS, GREEDY)
     engine.loop.scheduler.proposer = None
     engine.reset_prefix_cache()

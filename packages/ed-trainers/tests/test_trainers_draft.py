@@ -92,18 +92,33 @@ def build_batch(model: Any) -> dict[str, Any]:
     return {name: jnp.asarray(array) for name, array in arrays.items()}
 
 
-def list_logits(model: Any, batch: dict[str, Any], row: int) -> list[jax.Array]:
-    """Return the logits of each depth for one row without padding, from its first position."""
-    length = int(batch["segment_ids"][row].sum())
-    ids = batch["input_ids"][row : row + 1, :length]
-    hidden = model(ids, logits_at="none").last_hidden_state
-    embeds = model.model.embed(jnp.pad(ids[:, 1:], ((0, 0), (0, 1))), None)
-    logits = []
-    for _ in range(DEPTHS):
-        output = model.mtp(inputs_embeds=embeds, hidden=hidden).last_hidden_state
-        logits.append(model.head()(output)[0, :, :SHORT])
-        hidden = jnp.concatenate([jnp.zeros_like(output[:, :1]), output[:, :-1]], axis=1)
-    return logits
+class Drafts:
+    """The drafts of one row by passes over the whole row, as an engine defines them."""
+
+    def __init__(self, model: Any, batch: dict[str, Any], row: int) -> None:
+        graphdef, self._state = nnx.split(model)
+        self._length = int(batch["segment_ids"][row].sum())
+        ids = batch["input_ids"][row : row + 1, : self._length]
+        self._hidden = model(ids, logits_at="none").last_hidden_state
+        embeds = model.model.embed(jnp.pad(ids[:, 1:], ((0, 0), (0, 1))), None)
+
+        def apply_layer(state: Any, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
+            model = nnx.merge(graphdef, state)
+            output = model.mtp(inputs_embeds=embeds, hidden=hidden).last_hidden_state
+            return output, model.head()(output)[0, :, :SHORT]
+
+        self._layer = jax.jit(apply_layer)
+
+    def list_logits(self, start: int) -> list[jax.Array]:
+        """Return the logits of each depth of the draft that starts at a position."""
+        hidden, logits = self._hidden, []
+        for place in range(start, min(start + DEPTHS, self._length)):
+            output, scores = self._layer(self._state, hidden)
+            logits.append(scores[place])
+            # The next pair reads the state of the layer; later pairs are not visible.
+            if place + 1 < self._length:
+                hidden = hidden.at[0, place + 1].set(output[0, place])
+        return logits
 
 
 @pytest.mark.nightly
@@ -116,24 +131,25 @@ def test_loss_and_accepted_drafts_are_those_of_the_definition() -> None:
     accepted = count_accepted(run, Models(model), batch)["accepted"]
     total = weight = 0.0
     for row, end in enumerate((15, 10)):
-        depths = list_logits(model, batch, row)
+        drafts = Drafts(model, batch, row)
         ids = np.asarray(batch["input_ids"][row])
         teacher = jax.nn.log_softmax(model.head()(batch["states"][row])[:, :SHORT], axis=-1)
-        # Position i predicts the token i + 2, the last of which is the token at `end`.
-        for place in range(PROMPT - 2, end - 1):
-            for depth, logits in enumerate(depths):
-                student = jax.nn.log_softmax(logits[place], axis=-1)
+        # A draft starts at each position i whose token i + 2, at most `end`, is of the answer.
+        for start in range(PROMPT - 2, end - 1):
+            equal, is_leading = 0, True
+            for depth, logits in enumerate(drafts.list_logits(start)):
+                place = start + depth
+                if place >= end - 1:
+                    break
+                student = jax.nn.log_softmax(logits, axis=-1)
                 goal, target = teacher[place + 1], int(ids[place + 2])
                 divergence = float(jnp.sum(jnp.exp(goal) * (goal - student)))
                 nll = -float(student[target]) if target < SHORT else 0.0
                 total += 0.5**depth * (0.7 * divergence + 0.3 * nll)
                 weight += 0.5**depth
-            equal = 0
-            while equal < DEPTHS and place + equal < end - 1:
-                if int(depths[equal][place + equal].argmax()) != ids[place + equal + 2]:
-                    break
-                equal += 1
-            assert int(accepted[row, place]) == equal
+                is_leading &= int(logits.argmax()) == target
+                equal += is_leading
+            assert int(accepted[row, start]) == equal
     assert float(found.sum) == pytest.approx(total, rel=1e-4)
     assert float(found.weight) == pytest.approx(weight, rel=1e-6)
 

@@ -81,24 +81,26 @@ def draft(alpha: float = 1.0, draft_vocab_size: int = harness.VOCAB) -> dict[str
             embeds = model.model.embed_tokens(torch.cat([ids[:, 1:], ids[:, :1]], dim=1))
             factors = model.model.rotary_emb(hidden, torch.arange(length)[None])
         mask = torch.full((length, length), float("-inf"), dtype=torch.float64).triu(1)[None, None]
-        # Position i predicts token i + 2, a token of the answer after the prompt.
-        places = range(len(document.prompt) - 2, length - 2)
-        for depth in range(DEPTHS):
-            pair = layer.pre_fc_norm_embedding(embeds), layer.pre_fc_norm_hidden(hidden)
-            x = layer.fc(torch.cat(pair, dim=-1))
-            x = layer.layers[0](x, attention_mask=mask, position_embeddings=factors)
-            state = layer.norm(x[0] if isinstance(x, tuple) else x)
-            scores = log_softmax(state[0] @ head.T, dim=-1)
-            for place in places:
-                if place < depth:
-                    continue
+        # A draft starts at each position i whose token i + 2 is of the answer. Its pairs replace
+        # those of the row, and no pair attends to later ones.
+        starts = range(len(document.prompt) - 2, length - 2)
+        for start in starts:
+            chain = hidden
+            for depth in range(min(DEPTHS, length - 2 - start)):
+                place = start + depth
+                pair = layer.pre_fc_norm_embedding(embeds), layer.pre_fc_norm_hidden(chain)
+                x = layer.fc(torch.cat(pair, dim=-1))
+                x = layer.layers[0](x, attention_mask=mask, position_embeddings=factors)
+                state = layer.norm(x[0] if isinstance(x, tuple) else x)
+                scores = log_softmax(state[0, place] @ head.T, dim=-1)
                 target = int(ids[0, place + 2])
-                divergence = (goal[place].exp() * (goal[place] - scores[place])).sum()
-                nll = -scores[place, target] if target < draft_vocab_size else divergence * 0
+                divergence = (goal[place].exp() * (goal[place] - scores)).sum()
+                nll = -scores[target] if target < draft_vocab_size else divergence * 0
                 sums[depth, 0] = sums[depth, 0] + divergence
                 sums[depth, 1] = sums[depth, 1] + alpha * divergence + (1 - alpha) * nll
-            hidden = torch.cat([torch.zeros_like(state[:, :1]), state[:, :-1]], dim=1)
-        counts = counts + np.array([sum(p >= depth for p in places) for depth in range(DEPTHS)])
+                parts = chain[:, : place + 1], state[:, place : place + 1], chain[:, place + 2 :]
+                chain = torch.cat(parts, dim=1)
+        counts = counts + np.array([max(len(starts) - depth, 0) for depth in range(DEPTHS)])
     decay = DECAY ** np.arange(DEPTHS)
     loss = (sums[:, 1] * torch.tensor(decay)).sum() / float((decay * counts).sum())
     metrics = {f"divergence_{j + 1}": sums[j, 0].detach() / counts[j] for j in range(DEPTHS)}

@@ -178,9 +178,9 @@ class SpeculativeConfig(Options):
     num_speculative_tokens: Annotated[int, Field(gt=0, le=64)] = 4
     """Maximum number of proposed tokens for a sequence in one step."""
     draft_vocab_size: Annotated[int, Field(ge=1)] | None = None
-    """`mtp`: number of tokens, from token 0, that the layer may propose; None = all. The head is
-    most of the work of a small model's draft. Tokenizers of byte pairs number the frequent tokens
-    first."""
+    """`mtp`: number of tokens that the layer may propose, the most frequent ones by the counts of
+    the checkpoint (`mtp.token_counts`, which the trainer `draft` writes), or the first ones without
+    counts; None = all. The head is most of the work of a small model's draft."""
     adaptive_length: bool = True
     """Whether the number of proposed tokens follows the acceptance of each request. A request whose
     proposals are rarely accepted has none for 16 to 256 tokens, and then a trial."""

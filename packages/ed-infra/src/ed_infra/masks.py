@@ -6,6 +6,7 @@ Shapes: `b` batch, `s` query positions, `t` key positions, `n` segments.
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +53,10 @@ class MaskInfo:
             False if unknown.
         ahead: int32 [b, s]: number of later keys that a causal query attends to, such as the later
             tokens of its image (Gemma 3). None = 0.
+        needs_matrix: Whether only `get_mask` knows the mask, because a subclass limits it further.
     """
+
+    needs_matrix: ClassVar[bool] = False
 
     q_segment_ids: Int[jax.Array, "b s"]
     kv_segment_ids: Int[jax.Array, "b t"]

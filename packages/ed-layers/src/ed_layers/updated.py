@@ -21,7 +21,7 @@ class Updated(nnx.Variable):
     """A variable with a rule: `Updated(value, axes=("expert",), rule=BiasRule(rate=1e-3))`.
 
     An `Updated` variable is not a parameter: checkpoints and weight files contain it, optimizers
-    ignore it.
+    ignore it. With `optional=True`, weight files omit zeros.
     """
 
 
@@ -48,7 +48,10 @@ def apply_updates(
     if not updates:
         return state
     flat, remaining_updates = [], dict(updates)
-    learning = None if trained is None else {path[:-1] for path, _ in nnx.to_flat_state(trained)}
+    learning = None
+    if trained is not None:
+        paths = [path for path, _ in nnx.to_flat_state(trained)]
+        learning = {path[:length] for path in paths for length in range(len(path))}
     for path, variable in nnx.to_flat_state(state):
         reported = remaining_updates.pop(storage_name(path), None)
         if reported is not None and (learning is None or path[:-1] in learning):

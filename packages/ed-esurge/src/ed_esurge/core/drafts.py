@@ -103,6 +103,22 @@ class DraftPlanner:
             )
             free -= len(proposed)
 
+    def reserve_drafts(
+        self, rows: MutableMapping[str, PlanRow], requests: Mapping[str, Request]
+    ) -> None:
+        """Reserve pages for the tokens that a draft model drafts after a step, as far as pages are
+        free. Without them, a draft ends at the end of a page."""
+        for name, row in rows.items() if self.proposer.reserved_tokens else ():
+            request, count = requests[name], len(row.token_ids)
+            if not row.samples or not has_drafts(request):
+                continue
+            longest = len(request.prompt) + request.max_tokens
+            ahead = min(self.proposer.reserved_tokens, longest - row.stop)
+            ahead = min(ahead, self._pages.at_once - count)
+            new_pages = self._pages.reserve(request, count + ahead) if ahead > 0 else None
+            if new_pages:
+                rows[name] = row.append_pages(new_pages)
+
     def place_states(
         self, rows: MutableMapping[str, PlanRow], requests: Mapping[str, Request]
     ) -> None:

@@ -293,6 +293,7 @@ class Scheduler:
                     budget = min(budget, get_room(self._limits_now.shapes, total, len(rows)))
                 free_rows = (self.limits.max_rows or self.limits.max_num_seqs) - len(rows)
                 drafts.add_proposals(rows, self.requests, budget=budget, free_rows=free_rows)
+                drafts.reserve_drafts(rows, self.requests)
             drafts.place_states(rows, self.requests)
         steps = 1
         if self._limits_now.time.most > 1 and not self.waiting and not preempted:

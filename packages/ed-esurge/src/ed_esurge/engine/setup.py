@@ -21,7 +21,7 @@ from ed_esurge.core.encoder_cache import EncoderCache
 from ed_esurge.core.encoder_slots import EncoderSlots
 from ed_esurge.core.page_pool import pages_of_sequence
 from ed_esurge.core.pages import PageGroup
-from ed_esurge.core.proposals import Proposer, ReceivedProposals
+from ed_esurge.core.proposals import RESTORED_ROWS, Proposer, ReceivedProposals
 from ed_esurge.core.scheduler import Scheduler, StepLimits
 from ed_esurge.core.state_store import StateStore
 from ed_esurge.core.step_time import ONE_STEP, StepTime
@@ -52,6 +52,8 @@ TOKEN_BUDGET = {"cpu": 512, "gpu": 2048, "tpu": 8192}
 LEAST_TOKENS = 32
 # Default `max_num_seqs` on a CPU.
 CPU_SEQS = 16
+# Number of rows up to which a step has rows for the proposals of all sequences.
+VERIFIED_ROWS = 32
 # Entry of the pool sizes with the number of saved recurrent states.
 STATES_POOL = "states"
 # Minimum number of tokens between two saved states of a sequence.
@@ -153,8 +155,11 @@ class Setup:
         if platform == "cpu" and "max_num_seqs" not in config.model_fields_set:
             seqs = min(seqs, CPU_SEQS)
         rows = seqs
-        if config.speculative_config is not None:  # the proposals for one sequence fit in any case
-            rows = max(seqs, 1 + config.speculative_config.num_speculative_tokens)
+        if config.speculative_config is not None:  # those of one sequence fit in any case
+            lines = 1 + config.speculative_config.num_speculative_tokens
+            # Every step of an engine with `batch_invariant` computes all rows.
+            drafting = 1 if config.batch_invariant else seqs
+            rows = max(seqs, lines, min(drafting * lines, VERIFIED_ROWS))
         if config.batch_invariant:
             budget = config.max_num_batched_tokens or rows
         seqs, rows = min(seqs, budget), min(rows, budget)
@@ -357,7 +362,10 @@ class Setup:
             "items": items,
             "encoder_length": None if is_draft else self.encoder_length,
             "second_states": bool(self.buckets.drafts) and not is_draft,
-            "hidden_rows": self.buckets.shapes[-1].tokens if reads_hidden else 0,
+            "hidden_rows": self.buckets.shapes[-1].tokens + RESTORED_ROWS if reads_hidden else 0,
+            "most_drafts": speculative_config.num_speculative_tokens
+            if is_draft and speculative_config is not None
+            else 0,
             "records": self.records,
         }
 

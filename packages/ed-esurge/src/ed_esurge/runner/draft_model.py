@@ -16,7 +16,7 @@ from tqdm import tqdm
 from ed_esurge.config import SpeculativeConfig
 from ed_esurge.core.drafts import has_drafts
 from ed_esurge.core.plan import NewSequence, PlanRow, StepPlan
-from ed_esurge.core.proposals import DraftKind, Proposals, Proposer
+from ed_esurge.core.proposals import LONGEST_PAUSE, DraftKind, Proposals, Proposer
 from ed_esurge.core.request import Request, Status
 from ed_esurge.runner.model_runner import ModelRunner
 from ed_esurge.sampling import SamplingParams
@@ -39,6 +39,7 @@ class DraftModel(Proposer):
     def __init__(self, runner: ModelRunner, config: SpeculativeConfig, token_budget: int) -> None:
         super().__init__(config.num_speculative_tokens, adapts=config.adaptive_length)
         self.runner, self._budget = runner, token_budget
+        self.reserved_tokens = self.most
         self._computed: dict[str, int] = {}  # number of tokens with keys and values
         self._pages: dict[str, list[int]] = {}  # pages not passed to the runner yet
         self._drafts: Proposals = {}
@@ -80,7 +81,7 @@ class DraftModel(Proposer):
             pages += row.pages.get(DRAFT_GROUP, ())
             start, stop, end = self._get_range(request, row)
             stop = min(stop, self._room(request), start + budget)
-            if stop <= start:
+            if self._can_wait(request, row, range(start, stop)) or stop <= start:
                 continue  # process the row later; its pages and its start data are stored
             budget -= stop - start
             remaining_tokens = request.max_tokens - len(request.output)
@@ -93,6 +94,12 @@ class DraftModel(Proposer):
             names = [row.request_id for row in rows if row.request_id in self._starts]
             started = tuple(self._starts.pop(name) for name in names)
             self._draft(StepPlan(plan.step, tuple(rows), started), requests)
+
+    def _can_wait(self, request: Request, row: PlanRow, places: range) -> bool:
+        """Return whether to compute these positions later, because the sequence receives no
+        proposals now. A paused draft then costs nothing, and few larger steps later."""
+        is_paused = bool(row.samples) and not self._is_useful(request)
+        return is_paused and len(places) < LONGEST_PAUSE
 
     def _get_range(self, request: Request, row: PlanRow) -> tuple[int, int, int]:
         """Return the first position that a row of the served model makes computable, the position
@@ -112,24 +119,36 @@ class DraftModel(Proposer):
         return has_drafts(request) and self.get_limit(request) > 0
 
     def _draft(self, plan: StepPlan, requests: Mapping[str, Request]) -> None:
-        for ahead in range(self.most):
+        """Run the rows of a plan, and draft tokens of the sequences whose row samples."""
+        limits = {
+            row.request_id: self.get_limit(requests[row.request_id])
+            for row in plan.rows
+            if row.samples
+        }
+        most = max(limits.values(), default=0)
+        for name in limits:
+            self._drafts[name] = requests[name].num_tokens, []
+        if not most or plan.total > self.runner.buckets.max_rows:  # needs a shape of prompts
             sampled = self._run(plan)
             rows: list[PlanRow] = []
             stop = 0  # of the flat tokens of the plan
             for row in plan.rows:
                 stop += len(row.token_ids)
                 token = sampled.get(row.request_id, [-1])[0] if row.samples else -1
-                if token < 0:
-                    continue
-                request = requests[row.request_id]
-                if not ahead:
-                    self._drafts[row.request_id] = request.num_tokens, []
-                self._drafts[row.request_id][1].append(token)
-                if row.stop < self._room(request) and ahead + 1 < self.get_limit(request):
-                    rows.append(self._build_next(row, token, stop - 1))
-            if not rows:
-                return
-            plan = StepPlan(plan.step, tuple(rows))
+                if token >= 0:
+                    self._drafts[row.request_id][1].append(token)
+                    if row.stop < self._room(requests[row.request_id]):
+                        rows.append(self._build_next(row, token, stop - 1))
+            plan, most = StepPlan(plan.step, tuple(rows)), most - 1
+        if not (most and plan.rows):
+            return
+        lines = [line for row in plan.rows for line in separate_tokens(row)]
+        plan = replace(plan, rows=tuple(lines), steps=most)
+        names = [row.request_id for row in lines if row.samples]
+        rooms = [self._room(requests[name]) for name in names]
+        for name, drafts in zip(names, self.runner.draft(plan, rooms), strict=True):
+            tokens = self._drafts[name][1]
+            tokens += drafts[: limits[name] - len(tokens)]
 
     def _run(self, plan: StepPlan) -> Mapping[str, Sequence[int]]:
         """Run a plan and return the sampled tokens."""
@@ -176,6 +195,21 @@ class DraftModel(Proposer):
     def allocate(self) -> None:
         """See `Proposer`."""
         self.runner.allocate()
+
+
+def separate_tokens(row: PlanRow) -> list[PlanRow]:
+    """Return a row for each token of a row; the last one samples."""
+    lines = [
+        row._replace(
+            start=row.start + index,
+            token_ids=(token,),
+            pages={} if index else row.pages,
+            features=row.features[index : index + 1],
+            samples=0,
+        )
+        for index, token in enumerate(row.token_ids)
+    ]
+    return [*lines[:-1], lines[-1]._replace(samples=row.samples)]
 
 
 def _strip_adjustments(new: NewSequence) -> NewSequence:

@@ -94,6 +94,8 @@ class Functions:
             names += [("sample", rows), ("take", rows), ("merge", rows)]
         if buckets.steps > 1:
             names += [("decode", shape.seqs) for shape in buckets.decode]
+        if self._uncompiled.most_drafts:
+            names += [("draft", shape.seqs) for shape in buckets.decode]
         for tokens in buckets.prefill_tokens:
             names += [("score", tokens), ("pool", tokens)]
         return [name for name in names if name not in self._made]
@@ -309,6 +311,8 @@ class Functions:
         sizes = (*sizes, self._uncompiled.records) if any(self._uncompiled.records) else sizes
         sizes = sizes if memory.num_states is None else (*sizes, ("states", memory.num_states))
         sizes = (*sizes, "second states") if memory.second_states else sizes
+        drafts = self._uncompiled.most_drafts
+        sizes = (*sizes, ("drafts", drafts)) if drafts else sizes
         encoder = memory.encoder_rows or memory.encoder_length
         sizes = (*sizes, encoder) if encoder else sizes
         parts = (weights.graphdefs, weights.like, self._buckets, sizes)
@@ -352,6 +356,10 @@ class Functions:
             last = memory.state.last
             _, memory.cache, last = function(leaves, memory.cache, last, arguments[3])
             memory.state = replace(memory.state, last=last)
+        elif name[0] == "draft":
+            shape = self._buckets.get_decode_shape(name[1])
+            encoded = memory.get_encoder_outputs(self._uncompiled.builder.fields(shape).featured)
+            _, memory.cache = function(leaves, memory.cache, *arguments[2:4], *encoded)
         elif name[0] == "sample":
             _, memory.state, _ = function(memory.state, *self._zeros(arguments[1:]))
         elif name == FILTER:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import ClassVar, NoReturn, cast
 
 import jax
@@ -57,6 +58,7 @@ class ModelRunner:
             drafts can be verified.
         hidden_rows: number of rows of the table of hidden states that the model reads as features;
             0 = no table. A model with a table predicts the token after the next one.
+        most_drafts: maximum number of tokens that `draft` returns for a sequence.
         records: what results contain in addition.
 
     Attributes:
@@ -85,6 +87,7 @@ class ModelRunner:
         num_states: int | None = None,
         second_states: bool = False,
         hidden_rows: int = 0,
+        most_drafts: int = 0,
         records: Records = NOTHING,
     ) -> None:
         self.buckets, self.items = buckets, items
@@ -133,6 +136,7 @@ class ModelRunner:
             max_logprobs=self.max_logprobs,
             records=records,
             lookahead=int(hidden_rows > 0),
+            most_drafts=most_drafts,
         )
         self.functions = Functions(uncompiled, ahead_of_time=ahead_of_time)
         self._encoder: ItemEncoder | SlotEncoder | None = None
@@ -334,6 +338,34 @@ class ModelRunner:
         )
         memory.state = replace(memory.state, last=last)
         return StepResult(plan, packed, range(0, most * len(plan.rows), most))
+
+    def draft(self, plan: StepPlan, limits: Sequence[int]) -> list[list[int]]:
+        """Compute known tokens, and draft `plan.steps` tokens for each sequence that samples.
+
+        Args:
+            plan: rows of one token each; the last row of a sequence samples.
+            limits: number of positions in the pages of each of these sequences.
+
+        Returns:
+            the drafts of each of these sequences: valid tokens, at most one more than positions are
+            left.
+        """
+        memory = self.memory
+        self._slots.take(plan)
+        shape = self.buckets.pick(len(plan.rows), len(plan.rows))
+        buffer, _ = self._builder.build(plan, shape)
+        ends = [index for index, row in enumerate(plan.rows) if row.samples]
+        chains = np.zeros((3, shape.seqs), np.int32)
+        chains[0, : len(ends)], chains[1, : len(ends)], chains[2] = ends, limits, len(ends)
+        encoded = memory.get_encoder_outputs(self._builder.fields(shape).featured)
+        drafts, memory.cache = self.functions["draft", shape.seqs](
+            self.weights.leaves, memory.cache, buffer, chains, *encoded
+        )
+        lines: list[list[int]] = np.asarray(drafts)[: len(ends), : plan.steps].tolist()
+        return [
+            [*takewhile(lambda token: token >= 0, line[: limit - plan.rows[end].stop + 1])]
+            for line, limit, end in zip(lines, limits, ends, strict=True)
+        ]
 
     # ---- adapters
 

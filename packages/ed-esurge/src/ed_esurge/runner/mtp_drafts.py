@@ -5,7 +5,9 @@ Position i of the layer holds the pair of the hidden state of token i and the to
 predicts token i + 2. After each step of the served model, the layer computes the pairs of the
 accepted tokens with the hidden states of that step. The first proposal follows from the last pair.
 Each further proposal follows from the pair of the layer's own hidden state and the proposal before;
-the next step of the served model replaces these pairs.
+the next step of the served model replaces these pairs. One program computes all of them.
+
+The pairs of a sequence without proposals are computed when it receives proposals again.
 
 New weights of the served model are also those of the layer.
 
@@ -16,18 +18,18 @@ differ in that token, so their proposals may differ from those without shared pa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from ed_models.body.mtp import as_draft, select_draft_state
 from tqdm import tqdm
 
 from ed_esurge.config import SpeculativeConfig
 from ed_esurge.core.plan import PlanRow, StepPlan
-from ed_esurge.core.proposals import DraftKind
+from ed_esurge.core.proposals import RESTORED_ROWS, DraftKind
 from ed_esurge.core.request import Request
 from ed_esurge.runner.draft_model import DraftModel
 from ed_esurge.runner.model_runner import ModelRunner
@@ -56,16 +58,53 @@ class MTPDrafts(DraftModel):
         select = partial(select_draft_state, vocab_size=config.draft_vocab_size)
         served.weights.add_follower(runner.weights, select)
         self._first = dict[str, int]()  # flat index of the first token of each row
+        # Hidden states of positions that the layer computes later, after a pause.
+        self._waiting = dict[str, list[np.ndarray]]()
+        self._restored = list[np.ndarray]()  # those that the next step of the layer computes
 
     def observe(self, plan: StepPlan, requests: Mapping[str, Request]) -> None:
         """See `Proposer`."""
         index = 0
         self._first.clear()
+        self._restored.clear()
         for row in plan.rows:
             self._first[row.request_id] = index
             index += len(row.token_ids)
-        self._write_hidden(self._served)
+        for new in plan.started:
+            self._waiting.pop(new.request_id, None)
         super().observe(plan, requests)
+
+    def forget(self, request: Request) -> None:
+        """See `Proposer`."""
+        self._waiting.pop(request.request_id, None)
+        super().forget(request)
+
+    def _can_wait(self, request: Request, row: PlanRow, places: range) -> bool:
+        """See `DraftModel`. The hidden states are stored in host memory."""
+        stored = self._waiting.get(request.request_id, [])
+        can_wait = super()._can_wait(request, row, places) or not places
+        if not can_wait and len(self._restored) + len(stored) <= RESTORED_ROWS:
+            return False
+        new = range(places.start + len(stored), self._get_range(request, row)[1])
+        if new:
+            self._waiting[request.request_id] = [*stored, *self._read_hidden(row, new)]
+        return True
+
+    def _read_hidden(self, row: PlanRow, places: range) -> list[np.ndarray]:
+        """Return the hidden states of some positions of a row of the served model."""
+        assert self._served.hidden is not None, "the served runner keeps hidden states"
+        first = self._first[row.request_id] - row.start
+        return [*np.asarray(self._served.hidden)[[first + place for place in places]]]
+
+    def _draft(self, plan: StepPlan, requests: Mapping[str, Request]) -> None:
+        self._write_hidden(self._served)
+        if self._restored:
+            memory = self.runner.memory
+            assert memory.encoded is not None, "allocated with the pages"
+            states = np.zeros((RESTORED_ROWS, *self._restored[0].shape), self._restored[0].dtype)
+            states[: len(self._restored)] = self._restored
+            memory.encoded = memory.replicate_arrays(write_restored(memory.encoded, states))
+        super()._draft(plan, requests)
 
     def _write_hidden(self, source: ModelRunner) -> None:
         """Write the hidden states of the last step of a runner to the table of the layer."""
@@ -75,22 +114,32 @@ class MTPDrafts(DraftModel):
             memory.encoded = memory.replicate_arrays(padded)
 
     def _get_range(self, request: Request, row: PlanRow) -> tuple[int, int, int]:
-        self._drafts.pop(row.request_id, None)
-        start = max(row.start, self._computed[row.request_id])
-        return start, min(row.stop, request.num_tokens - 1), request.num_tokens - 1
+        name, end = row.request_id, request.num_tokens - 1
+        self._drafts.pop(name, None)
+        start = self._computed[name]
+        return start if name in self._waiting else max(row.start, start), min(row.stop, end), end
 
     def _build_row(
         self, request: Request, row: PlanRow, places: range, pages: list[int], samples: int
     ) -> PlanRow:
+        table, (_, end, _) = self.runner.memory.encoded, self._get_range(request, row)
+        assert table is not None, "allocated with the pages"
+        stored = self._waiting.pop(row.request_id, [])
+        now = stored[: len(places)]
+        remaining_places = range(max(places.stop, places.start + len(stored)), end)
+        if places.stop < end:  # the budget of the step ends here
+            remaining_states = self._read_hidden(row, remaining_places)
+            self._waiting[row.request_id] = [*stored[len(now) :], *remaining_states]
+        begin = table.shape[0] - RESTORED_ROWS + len(self._restored)
+        self._restored += now
         first = self._first[row.request_id] - row.start
+        features = [begin + index for index in range(len(now))]
+        features += [first + place for place in places[len(now) :]]
         tokens = request.tokens(places.start + 1, places.stop + 1)
         built = super()._build_row(request, row, places, pages, samples)
-        return built._replace(token_ids=tokens, features=[first + place for place in places])
+        return built._replace(token_ids=tokens, features=features)
 
     def _run(self, plan: StepPlan) -> Mapping[str, Sequence[int]]:
-        if plan.total <= self.runner.buckets.max_rows:  # needs no larger shape
-            lines = [line for row in plan.rows for line in separate_tokens(row)]
-            plan = replace(plan, rows=tuple(lines))
         sampled = super()._run(plan)
         self._write_hidden(self.runner)
         return sampled
@@ -105,27 +154,19 @@ class MTPDrafts(DraftModel):
         assert table is not None, "allocated with the pages"
         for tokens in {shape.tokens for shape in self.runner.buckets.shapes}:
             fill_table(table[:tokens], table.shape[0])
-
-
-def separate_tokens(row: PlanRow) -> list[PlanRow]:
-    """Return a row for each token of a row; the last one samples."""
-    lines = [
-        row._replace(
-            start=row.start + index,
-            token_ids=(token,),
-            pages={} if index else row.pages,
-            features=row.features[index : index + 1],
-            samples=0,
-        )
-        for index, token in enumerate(row.token_ids)
-    ]
-    return [*lines[:-1], lines[-1]._replace(samples=row.samples)]
+        write_restored(table, np.zeros((RESTORED_ROWS, table.shape[1]), table.dtype))
 
 
 @partial(jax.jit, static_argnums=1)
 def fill_table(hidden: jax.Array, rows: int) -> jax.Array:
     """Return hidden states [n, d] as the first rows of a table [rows, d]."""
     return jnp.pad(hidden, ((0, rows - hidden.shape[0]), (0, 0)))
+
+
+@jax.jit
+def write_restored(table: jax.Array, states: jax.Array) -> jax.Array:
+    """Return a table with states in its last rows."""
+    return jax.lax.dynamic_update_slice(table, states, (table.shape[0] - len(states), 0))
 
 
 MTP_KIND = DraftKind(

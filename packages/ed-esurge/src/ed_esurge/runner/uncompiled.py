@@ -33,12 +33,13 @@ from ed_esurge.runner.memory import Memory, copy_states
 from ed_esurge.runner.row_numbers import OF_FILTERS, OF_SAMPLING, OF_STEP
 from ed_esurge.runner.sampler import read_last, sample_plain, sample_with_mask
 from ed_esurge.runner.sampler_rows import SamplerRows, SamplerState
-from ed_esurge.runner.several_steps import several_steps
+from ed_esurge.runner.several_steps import draft_steps, several_steps
 from ed_esurge.runner.weights import ServedWeights, abstract, with_adapter
 
 # - a shape: the step, which computes logits and hidden states;
 # - ("sample", n): reads the logits of a step;
 # - ("decode", n): several decode steps of n rows, with their sampling;
+# - ("draft", n): known tokens in n rows, and several steps that draft further tokens;
 # - ("take", n), FILTER, ("merge", n): read, filter and write the masks of a few rows of a step;
 # - ("score", T), ("pool", T): read the hidden states of a step;
 # - PUT, PLACE: write a line of the sampler's state, or an adapter;
@@ -64,6 +65,7 @@ class UncompiledFunctions:
         max_logprobs: number of alternatives that a step returns.
         records: what a step returns in addition.
         lookahead: number of tokens between the last token of a row and the sampled token.
+        most_drafts: maximum number of tokens that the model drafts at once; 0 = no drafts.
 
     Attributes:
         num_traces: number of traces, without those for which `uncounted` returned True.
@@ -82,8 +84,9 @@ class UncompiledFunctions:
         max_logprobs: int,
         records: Records = NOTHING,
         lookahead: int = 0,
+        most_drafts: int = 0,
     ) -> None:
-        self.num_traces, self._lookahead = 0, lookahead
+        self.num_traces, self._lookahead, self.most_drafts = 0, lookahead, most_drafts
         self.uncounted: Callable[[], bool] = lambda: False
         self.weights, self.memory, self.builder = weights, memory, builder
         self.buckets, self.max_logprobs, self._guides = buckets, max_logprobs, guides
@@ -143,6 +146,12 @@ class UncompiledFunctions:
                 self.count_traces(self._make_decode(name[1])),
                 donate_argnums=(1, 2),
                 out_shardings=(everywhere, cache, everywhere),
+            )
+        if name[0] == "draft":
+            return jax.jit(
+                self.count_traces(self._make_draft(name[1])),
+                donate_argnums=1,
+                out_shardings=(everywhere, cache),
             )
         if name[0] == "sample":
             return jax.jit(
@@ -236,6 +245,42 @@ class UncompiledFunctions:
 
         return decode
 
+    def _make_draft(self, rows: int) -> Callable[..., Any]:
+        fields, builder = self.builder.fields(self.buckets.get_decode_shape(rows)), self.builder
+
+        def draft(
+            leaves: list[jax.Array],
+            cache: Cache,
+            buffer: jax.Array,
+            chains: jax.Array,
+            encoded: jax.Array | None = None,
+        ):
+            def step(inputs: StepInput, cache: Cache, hidden: jax.Array | None):
+                more: dict[str, Any] = {}
+                if encoded is not None:
+                    values, index = encoded, inputs.features
+                    if hidden is not None:
+                        values, index = hidden, jnp.arange(rows)[None]
+                    assert index is not None, "shapes of drafts have features"
+                    more["features"] = Features(values[None], index)
+                out = self._run_model(leaves, cache, inputs, inputs.token_ids, **more)
+                sampler_rows = SamplerRows.of(inputs.rows)
+                position = sampler_rows.position + self._lookahead
+                sampled = sample_plain(
+                    *(out.logits, replace(sampler_rows, position=position), self.max_logprobs),
+                    is_switched=self._is_switched,
+                )
+                return sampled.tokens, out.last_hidden_state[0], out.past_key_values
+
+            return draft_steps(
+                *(step, fields.unpack(buffer), cache, chains),
+                most=self.most_drafts,
+                page_size=builder.page_size,
+                nowhere=builder.nowhere,
+            )
+
+        return draft
+
     def _make_sample(self) -> Callable[..., Any]:
         def sample_logits(
             state: SamplerState, logits: jax.Array, rows: jax.Array, allowed: jax.Array
@@ -295,6 +340,11 @@ class UncompiledFunctions:
         if kind == "decode":
             shape = self.buckets.get_decode_shape(size)
             return weights.like, cache, state.last, self.builder.empty(shape)
+        if kind == "draft":
+            shape = self.buckets.get_decode_shape(size)
+            encoded = abstract(memory.get_encoder_outputs(self.builder.fields(shape).featured))
+            chains = np.zeros((3, size), np.int32)
+            return weights.like, cache, self.builder.empty(shape), chains, *encoded
         if kind in ("sample", "take", "merge", "filter"):
             return self._arguments_of_sampling(kind, size, state)
         if size not in self._hidden:

@@ -163,8 +163,10 @@ def attend_with_scoring(
         return out[None].astype(out_dtype), cache
     if mask_info is None:
         raise ConfigError("mask_info is None: only a ragged batch may omit the mask")
+    stored: StoredLayer | Pages | None = None  # None: attention reads the keys of the step
     if cache is not None:
         cache, stored = cache.update(layer, kv, mask_info=mask_info, group=group)
+    if stored is not None:
         assert isinstance(stored, StoredLayer), "rows with a mask read a contiguous cache"
         if mask_info.ahead is not None:  # the masks of cache groups have no images
             mask = replace(stored.mask_info, ahead=mask_info.ahead)

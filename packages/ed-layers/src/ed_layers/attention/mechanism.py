@@ -251,16 +251,19 @@ def choose_for_cache(mechanism: Mechanism, call: Cached) -> str:
 
     The first rule that applies decides:
 
-    1. `decode_attn_mechanism`;
-    2. `autoregressive_decodeattn` for a quantized cache, and for slots split over devices;
-    3. the mechanism of a platform kernel that accepts the call;
-    4. `autoregressive_decodeattn` for a single query of a long row on a CPU;
-    5. `vanilla` for a single query, whose score matrix has one row;
-    6. `attn_mechanism` for prompts.
+    1. `vanilla` for a mask that only the matrix of scores can have;
+    2. `decode_attn_mechanism`;
+    3. `autoregressive_decodeattn` for a quantized cache, and for slots split over devices;
+    4. the mechanism of a platform kernel that accepts the call;
+    5. `autoregressive_decodeattn` for a single query of a long row on a CPU;
+    6. `vanilla` for a single query, whose score matrix has one row;
+    7. `attn_mechanism` for prompts.
     """
+    stored = call.stored
+    if stored.mask_info.needs_matrix:
+        return "vanilla"
     if mechanism.decode not in (None, "auto"):
         return mechanism.decode
-    stored = call.stored
     if stored.quantized or stored.sharding is not None:
         return "autoregressive_decodeattn"
     name = with_a_kernel(mechanism, call)

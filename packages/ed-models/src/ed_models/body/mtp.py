@@ -6,7 +6,10 @@ The layer reads the last hidden state h of a token and the embedding e of the to
     g[i] = norm(layer(x)[i])        logits of token i + 2 = head(g[i])
 
 `layer` is a layer of the family with full attention, with experts if the family has experts. The
-embedding and the head are those of the model. To predict one more token, the layer reads g in the
+embedding and the head are those of the model. `token_counts` [v] says how often the model's answers
+contained each token. A head of `draft_vocab_size` tokens predicts the most frequent ones, which is
+the selection of EAGLE-3 (`d2t`) at any size; without counts, the first tokens. Files contain counts
+only if there are some. To predict one more token, the layer reads g in the
 place of h (Gloeckle et al., arXiv:2404.19737; DeepSeek-AI, arXiv:2412.19437, section 2.2). Names
 and shapes are those of the checkpoints of Qwen3-Next and Qwen3.5, which vLLM's `qwen3_next_mtp`
 reads; `transformers` has no such layer.
@@ -17,7 +20,7 @@ Legend: b batch, s sequence, d hidden.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, cast
 
@@ -35,6 +38,7 @@ from ed_layers.parts import Parts
 from ed_layers.projections.dot import Transposed
 from ed_layers.projections.head import Head
 from ed_layers.projections.linear import Linear
+from ed_layers.updated import Updated
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -44,11 +48,22 @@ from ed_models.protocol import LanguageModel
 logger = get_logger(__name__)
 #: Name of the layer in a model and in its checkpoints.
 MTP = "mtp"
+#: Name of its counts in a checkpoint.
+TOKEN_COUNTS = "mtp.token_counts"
 #: Logit of a token that a head does not compute. Infinity would mark a damaged step.
 LOGIT_OF_OTHERS = -1e30
 _FULL = "full_attention"
 #: Fields of a configuration that make a single layer one with experts.
 _WITH_EXPERTS = {"mlp_only_layers": [], "first_k_dense_replace": 0, "decoder_sparse_step": 1}
+
+
+@dataclass(frozen=True)
+class AddCounts:
+    """The rule of `token_counts`: the sum of the counts of all steps."""
+
+    def __call__(self, value: jax.Array, reported: jax.Array) -> jax.Array:
+        """Return the new value."""
+        return value + reported
 
 
 class MTPLayer(Decoder):
@@ -69,6 +84,8 @@ class MTPLayer(Decoder):
         self.pre_fc_norm_embedding = parts.own_norm(d)
         self.pre_fc_norm_hidden = parts.own_norm(d)
         self.fc = parts.linear(2 * d, d, axes=(None, "embed"))
+        counts = jnp.zeros((parts.config.vocab_size,), jnp.float32)
+        self.token_counts = Updated(counts, axes=(None,), rule=AddCounts(), optional=True)
 
     def embed(
         self, input_ids: Int[Array, "b s"] | None, inputs_embeds: Float[Array, "b s d"] | None
@@ -181,6 +198,25 @@ def create_tensors(
     return {name: weights.save(name, read) for name in names}
 
 
+def create_counts(config: EasyDeLBaseConfig) -> dict[str, np.ndarray]:
+    """Return the counts of a layer whose checkpoint has none, under the names of checkpoints."""
+    return {TOKEN_COUNTS: np.zeros((config.get_text_config().vocab_size,), np.float32)}
+
+
+def select_tokens(counts: Float[Array, " v"], size: int) -> Int[Array, " n"]:
+    """Return the most frequent tokens, ascending. Of equally frequent ones, the first tokens.
+
+    Raises:
+        ConfigError: the vocabulary is smaller.
+    """
+    if size > len(counts):
+        raise ConfigError(
+            f"draft_vocab_size {size} exceeds the vocabulary of {len(counts)} tokens: lower it, or "
+            "omit it"
+        )
+    return jnp.sort(jax.lax.top_k(counts, size)[1])
+
+
 def as_draft(model: LanguageModel, vocab_size: int | None = None) -> LanguageModel:
     """Return a language model that predicts tokens with the MTP layer of a model.
 
@@ -188,8 +224,8 @@ def as_draft(model: LanguageModel, vocab_size: int | None = None) -> LanguageMod
 
     Args:
         model: a causal language model.
-        vocab_size: number of tokens, from token 0, that the result predicts; None = all. All
-            others have the smallest logit. These rows of the head are a copy.
+        vocab_size: number of tokens that the result predicts, the most frequent ones; None = all.
+            All others have the smallest logit. These rows of the head are a copy.
 
     Raises:
         ConfigError: the model has no MTP layer, or its head is quantized.
@@ -209,7 +245,9 @@ def as_draft(model: LanguageModel, vocab_size: int | None = None) -> LanguageMod
     draft.model = body
     if vocab_size is None:
         return draft
-    head = shorten_head(model.head(), vocab_size)
+    tokens = select_tokens(layer.token_counts[...], vocab_size)
+    draft.drafted_tokens = DraftedTokens(tokens, axes=(None,))
+    head = shorten_head(model.head(), tokens)
     weight = cast(jax.Array, head.weight)
     draft.lm_head = Linear(
         *weight.shape,
@@ -228,48 +266,51 @@ def as_draft(model: LanguageModel, vocab_size: int | None = None) -> LanguageMod
     return draft
 
 
+class DraftedTokens(nnx.Variable):
+    """The tokens of a short head, ascending, int32."""
+
+
 class ShortHead:
-    """A language model whose head computes the logits of the first tokens of the vocabulary."""
+    """A language model whose head computes the logits of some tokens of the vocabulary."""
 
     config: EasyDeLBaseConfig
+    drafted_tokens: DraftedTokens
 
     def logits(self, hidden: Float[Array, "*rows d"]) -> Float[Array, "*rows v"]:
         """Return the logits; those of the other tokens are `LOGIT_OF_OTHERS`."""
         scores = cast(Any, super()).logits(hidden)
-        others = self.config.get_text_config().vocab_size - scores.shape[-1]
-        widths = [(0, 0)] * (scores.ndim - 1) + [(0, others)]
-        return jnp.pad(scores, widths, constant_values=LOGIT_OF_OTHERS)
+        shape = (*scores.shape[:-1], self.config.get_text_config().vocab_size)
+        others = jnp.full(shape, LOGIT_OF_OTHERS, scores.dtype)
+        tokens = self.drafted_tokens[...]
+        return others.at[..., tokens].set(
+            scores, mode="drop", indices_are_sorted=True, unique_indices=True
+        )
 
 
 @cache
 def derive_short_class(family: type[Any]) -> type[Any]:
-    """Return the class of a language model of a family with a head of the first tokens."""
+    """Return the class of a language model of a family with a short head."""
     content = {"__doc__": ShortHead.__doc__, "__module__": family.__module__}
     return cast(Any, type(family))(f"Short{family.__name__}", (ShortHead, family), content)
 
 
-def shorten_head(head: Head, vocab_size: int) -> Head:
-    """Return a head with the logits of the first tokens only.
+def shorten_head(head: Head, tokens: Int[Array, " n"]) -> Head:
+    """Return a head with the logits of some tokens only.
 
     Raises:
-        ConfigError: the vocabulary is smaller, or the matrix is quantized.
+        ConfigError: the matrix is quantized.
     """
-    if vocab_size > head.vocab_size:
-        raise ConfigError(
-            f"draft_vocab_size {vocab_size} exceeds the vocabulary of {head.vocab_size} tokens: "
-            "lower it, or omit it"
-        )
     weight, bias = head.weight, head.bias
     if isinstance(weight, Transposed):
-        weight = weight.rows[:vocab_size].T
+        weight = weight.rows[tokens].T
     elif isinstance(weight, jax.Array):
-        weight = weight[:, :vocab_size]
+        weight = weight[:, tokens]
     else:
         raise ConfigError(
             f"draft_vocab_size selects rows of the head, which is a {type(weight).__name__}: omit "
             "it, or do not quantize the head"
         )
-    return replace(head, weight=weight, bias=None if bias is None else bias[:vocab_size])
+    return replace(head, weight=weight, bias=None if bias is None else bias[tokens])
 
 
 def select_draft_state(state: nnx.State, vocab_size: int | None = None) -> nnx.State:
@@ -285,5 +326,7 @@ def select_draft_state(state: nnx.State, vocab_size: int | None = None) -> nnx.S
         if not head:
             table = leaves["model", "embed_tokens", "embedding"]
             head = {("lm_head", "kernel"): table.replace(table[...].T)}
-        leaves |= {path: value.replace(value[..., :vocab_size]) for path, value in head.items()}
+        tokens = select_tokens(leaves["model", "token_counts"][...], vocab_size)
+        leaves |= {path: value.replace(value[..., tokens]) for path, value in head.items()}
+        leaves["drafted_tokens",] = DraftedTokens(tokens)
     return nnx.from_flat_state([*leaves.items()])

@@ -212,7 +212,12 @@ def save_model(
     copied_files = carried.open_files() if is_first else TensorFiles({})
     joined = carried.place_parts(type(module), weights.hf_shapes)
     joined_parts = {part for places in joined.values() for part in places}
-    separate_names = [name for name in weights.hf_shapes if name not in joined_parts]
+    empty_names = list_empty(state)
+    separate_names = [
+        name
+        for name in weights.hf_shapes
+        if name not in joined_parts and weights.by_hf[name][0].ours not in empty_names
+    ]
     names = {carried.restore_name(name): name for name in (*separate_names, *joined)}
     shapes = {**dict(carried.joined), **weights.hf_shapes}
     specs = {
@@ -286,6 +291,16 @@ def _by_name(
             else:
                 leaves[name] = (value, at)
     return leaves, frozenset(parts)
+
+
+def list_empty(state: nnx.State) -> frozenset[str]:
+    """Return the canonical names of the optional tensors that are zero, which files omit."""
+    return frozenset(
+        name
+        for path, variable in nnx.to_flat_state(state)
+        if variable.get_metadata().get("optional") and not jax.numpy.any(variable.get_value())
+        for name in parameter_names.canonical(path)
+    )
 
 
 #: (canonical name, leading positions) -> values on the host.

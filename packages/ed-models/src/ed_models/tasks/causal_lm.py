@@ -177,10 +177,12 @@ class CausalLM(VocabularyHead):
     @classmethod
     def new_tensors(cls, config: EasyDeLBaseConfig, missing: Shapes) -> Mapping[str, np.ndarray]:
         """Return random values of the MTP layer for a checkpoint without one, with
-        `mtp_head: new`."""
-        from ed_models.body.mtp import MTP, create_tensors
+        `mtp_head: new`, and counts for a layer without them."""
+        from ed_models.body.mtp import MTP, TOKEN_COUNTS, create_counts, create_tensors
 
         names = [name for name in missing if name.startswith(f"{MTP}.")]
+        if names == [TOKEN_COUNTS]:
+            return create_counts(config)
         if not names or config.mtp_head != "new":
             return {}
         return create_tensors(cls, config, names)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 from ed_infra.outputs import BaseModelOutput
+from ed_layers.cache.chains import ChainCache
 from ed_models.protocol import LanguageModel
 from jaxtyping import Array, Float, Int
 
@@ -36,26 +37,35 @@ def predict_further_tokens(
             `next_token_batch`.
         hidden: last hidden states of the model.
     """
-    (depth,) = predict_depths(learner, batch, embed_next_tokens(learner, batch), hidden, 1)
-    return depth.hidden, shift_left(batch["targets"]), depth.weights
+    output = cast(Any, learner).mtp(
+        inputs_embeds=embed_next_tokens(learner, batch),
+        hidden=hidden,
+        segment_ids=batch["segment_ids"],
+        position_ids=batch["position_ids"],
+    )
+    return output.last_hidden_state, shift_left(batch["targets"]), get_target_weights(batch)
+
+
+def get_target_weights(batch: Batch) -> Float[Array, "b s"]:
+    """Return the weight of the token i + 2 at each position i."""
+    segments = batch["segment_ids"]
+    return shift_left(batch["weights"]) * (segments == shift_left(segments))
 
 
 class Depth(NamedTuple):
     """The predictions of one depth.
 
     Attributes:
-        output: the output of the layer; its state [b, s, d] at position i predicts token i + 2.
-        weights: weights of these tokens [b, s].
+        output: the output of the layer; at depth 1 of the whole row.
+        hidden: the states of the layer, which predict the targets [b, n, d].
+        weights: weights of the targets [b, n].
+        at: position j of each state [b, n], whose target is the token j + 2.
     """
 
     output: BaseModelOutput
+    hidden: jax.Array
     weights: jax.Array
-
-    @property
-    def hidden(self) -> Float[Array, "b s d"]:
-        """The states of the layer."""
-        assert self.output.last_hidden_state is not None
-        return self.output.last_hidden_state
+    at: jax.Array
 
 
 def embed_next_tokens(learner: LanguageModel, batch: Batch) -> Float[Array, "b s d"]:
@@ -64,35 +74,60 @@ def embed_next_tokens(learner: LanguageModel, batch: Batch) -> Float[Array, "b s
     return cast(Any, learner).model.embed(shift_left(batch["input_ids"]), None)
 
 
-def predict_depths(
+def predict_chains(
     learner: LanguageModel,
     batch: Batch,
     embeds: Float[Array, "b s d"],
     hidden: Float[Array, "b s d"],
+    places: Int[Array, "b n"],
     depths: int,
 ) -> list[Depth]:
-    """Return the predictions of each depth.
+    """Return the predictions of each depth, computed as an engine drafts: see `ChainCache`.
+
+    The draft after the token i + 1 starts at the pair of position i, depth 1. Depth j reads the
+    pair of position i + j - 1, with the layer's own state in the place of the model's. It attends
+    to the pairs up to position i and to the pairs of its draft.
 
     Args:
         learner: a model with an MTP layer.
         batch: `segment_ids`, `position_ids` and `weights` [b, s] of rows.
         embeds: see `embed_next_tokens`.
         hidden: last hidden states of the model.
+        places: positions i at which drafts start.
         depths: k.
     """
-    model, segments = cast(Any, learner), batch["segment_ids"]
-    weights = shift_left(batch["weights"]) * (segments == shift_left(segments))
-    predictions: list[Depth] = []
-    for depth in range(depths):
+    model, segments, length = cast(Any, learner), batch["segment_ids"], embeds.shape[1]
+    weights, first_segments = get_target_weights(batch), take_positions(segments, places)
+    output = model.mtp(
+        inputs_embeds=embeds,
+        hidden=hidden,
+        segment_ids=segments,
+        position_ids=batch["position_ids"],
+        past_key_values=ChainCache.create(model.mtp.cache_specs()),
+    )
+    states = take_positions(output.last_hidden_state, places)
+    first_weights = take_positions(weights, places)
+    predictions = [Depth(output, states, first_weights, places)]
+    cache = output.past_key_values.start_chains(places)
+    for depth in range(1, depths):
+        at = jnp.minimum(places + depth, length - 1)
+        is_inside = (places + depth < length) & (take_positions(segments, at) == first_segments)
         output = model.mtp(
-            inputs_embeds=embeds,
-            hidden=hidden,
-            segment_ids=segments,
-            position_ids=batch["position_ids"],
+            inputs_embeds=take_positions(embeds, at),
+            hidden=states,
+            segment_ids=is_inside.astype(jnp.int32),
+            position_ids=take_positions(batch["position_ids"], at),
+            past_key_values=cache,
         )
-        predictions.append(Depth(output, weights * (batch["position_ids"] >= depth)))
-        hidden = jnp.pad(predictions[-1].hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
+        cache, states = output.past_key_values, output.last_hidden_state
+        is_counted = is_inside & (first_weights > 0)
+        predictions.append(Depth(output, states, take_positions(weights, at) * is_counted, at))
     return predictions
+
+
+def take_positions(values: Array, places: Int[Array, "b n"]) -> jax.Array:
+    """Return values [b, s, ...] at positions of each row."""
+    return jnp.take_along_axis(values, places[:, :, None] if values.ndim == 3 else places, axis=1)
 
 
 def shift_left(values: Array) -> jax.Array:

@@ -1,17 +1,17 @@
 """Training of the MTP layer that drafts the tokens of a frozen model (`ed_models.body.mtp`).
 
 The model answers prompts, and the layer learns its distributions (DeepSeek-AI, arXiv:2412.19437,
-equations 21 to 25; Zhang et al., arXiv:2408.15766, for the depths). At depth 1, position i reads
-the hidden state of the model at i and the token i + 1. At depth j, position i reads the layer's own
-state of depth j - 1 at i - 1, as the engine does with the tokens of a draft. Every depth predicts
-token i + 2. The loss of a depth is the divergence KL(model || layer), the cross-entropy of the
-model's token, or a mean of both. The weights of the model, its embedding and its head do not
+equations 21 to 25; Zhang et al., arXiv:2408.15766, for the depths). A draft starts at each position
+i of an answer. At depth 1, the layer reads the hidden state of the model at i and the token i + 1.
+At depth j, it reads its own state of depth j - 1 and the token i + j. The pairs that attention
+reads are those of an engine that drafts after the token i + 1 (`predict_chains`). Depth j predicts
+the token i + j + 1. The loss of a depth is the divergence KL(model || layer), the cross-entropy of
+the model's token, or a mean of both. The weights of the model, its embedding and its head do not
 change.
 
 An evaluation also measures the acceptance length: tokens of the greedy answers to held-out prompts
-per step of the model, with `num_speculative_tokens` drafts. It follows the steps of each answer. At
-depth j, attention reads the states of depth j - 1 at all earlier positions. An engine stores those
-of depth 1 for the tokens before a draft, so its length can differ slightly.
+per step of the model, with `num_speculative_tokens` drafts. It follows the steps of each answer and
+equals the counters of an engine with `adaptive_length: false`.
 
 Legend: n completions, b rows, s positions, d hidden, k depths.
 """
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ import numpy as np
 from ed_infra.outputs import Metric
 from ed_layers.losses import split_chunks
 from ed_layers.projections.head import Head
-from ed_models.body.mtp import MTP, shorten_head
+from ed_models.body.mtp import MTP, select_tokens, shorten_head
 from ed_models.protocol import LanguageModel
 from jaxtyping import Array, Float, Int
 
@@ -36,7 +36,12 @@ from ed_trainers.arguments import METHODS
 from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Models, Prepared
 from ed_trainers.losses.divergence import token_divergences
-from ed_trainers.losses.mtp import embed_next_tokens, predict_depths, shift_left
+from ed_trainers.losses.mtp import (
+    embed_next_tokens,
+    predict_chains,
+    shift_left,
+    take_positions,
+)
 from ed_trainers.losses.scoring import forward
 from ed_trainers.methods.gkd import separate_conversations
 from ed_trainers.online.completions import Completions
@@ -96,10 +101,30 @@ class DraftRun(OnlineRun[DraftArguments]):
         super().create_parts(models)
 
 
-def get_draft_head(run: DraftRun, learner: LanguageModel) -> Head:
-    """Return the head of the drafted tokens, without gradient."""
-    head, size = learner.head(), run.arguments.draft_vocab_size
-    return jax.lax.stop_gradient(head if size is None else shorten_head(head, size))
+class DraftHead(NamedTuple):
+    """The head of the drafted tokens, without gradient.
+
+    Attributes:
+        head: of v' tokens.
+        tokens: the token of each row of the head, int32 [v'].
+        numbers: the row of each token of the vocabulary [v], or v'.
+    """
+
+    head: Head
+    tokens: jax.Array
+    numbers: jax.Array
+
+    @classmethod
+    def create(cls, run: DraftRun, learner: LanguageModel) -> DraftHead:
+        """Return the head of the most frequent tokens of the answers."""
+        head, size = learner.head(), run.arguments.draft_vocab_size
+        tokens = jnp.arange(head.vocab_size, dtype=jnp.int32)
+        if size is not None:
+            tokens = select_tokens(cast(Any, learner).mtp.token_counts[...], size)
+            head = shorten_head(head, tokens)
+        index = jnp.full((learner.head().vocab_size,), len(tokens), jnp.int32)
+        index = index.at[tokens].set(jnp.arange(len(tokens), dtype=jnp.int32))
+        return jax.lax.stop_gradient(cls(head, tokens, index))
 
 
 def rows(run: DraftRun, completions: Completions, weights: Weights, number: int) -> PhaseRows:
@@ -130,23 +155,27 @@ def answer_prompts(run: DraftRun, batch: HostBatch, weights: Weights, number: in
 def loss(run: DraftRun, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
     """Return the weighted sum of the losses of all depths.
 
-    `divergence_<j>` is the mean KL(model || layer) of depth j in nats.
+    `divergence_<j>` is the mean KL(model || layer) of depth j in nats, and `coverage` the share of
+    tokens in the drafted vocabulary.
     """
     options, learner = run.arguments, models.learner
-    states, head = batch["states"], get_draft_head(run, learner)
+    states, (head, _, index) = batch["states"], DraftHead.create(run, learner)
     places = find_answers(batch["weights"], options.max_completion_length)
-    # The model's distribution of token i + 2 follows from its state at i + 1.
-    teacher = take_positions(jnp.pad(states[:, 1:], ((0, 0), (0, 1), (0, 0))), places)
-    targets = take_positions(shift_left(batch["targets"]), places)
     total, count = jnp.zeros(()), jnp.zeros(())
     metrics: dict[str, Metric] = {}
     embeds = jax.lax.stop_gradient(embed_next_tokens(learner, batch))
-    predictions = predict_depths(learner, batch, embeds, states, options.num_speculative_tokens)
+    predictions = predict_chains(
+        *(learner, batch, embeds, states, places, options.num_speculative_tokens)
+    )
+    # The model's distribution of token i + 2 follows from its state at i + 1.
+    following = jnp.pad(states[:, 1:], ((0, 0), (0, 1), (0, 0)))
+    labels = shift_left(batch["targets"])
     for depth, prediction in enumerate(predictions):
-        weights = take_positions(prediction.weights, places)
+        weights, targets = prediction.weights, index[take_positions(labels, prediction.at)]
+        is_drafted = targets < head.vocab_size
         divergence, logps = token_divergences(
-            (take_positions(prediction.hidden, places), head),
-            (teacher, head),
+            (prediction.hidden, head),
+            (take_positions(following, prediction.at), head),
             jnp.minimum(targets, head.vocab_size - 1),
             sharding=run.placement.sharding(targets.shape),
             beta=0.0,
@@ -154,7 +183,7 @@ def loss(run: DraftRun, models: Models, batch: Batch, key: jax.Array | None) -> 
             chunk=options.lmhead_chunksize,
         )
         # A token outside of the drafted vocabulary has no cross-entropy.
-        nll = jnp.where(targets < head.vocab_size, -logps, 0.0)
+        nll = jnp.where(is_drafted, -logps, 0.0)
         factor = options.depth_decay**depth
         mixed = options.alpha * divergence + (1 - options.alpha) * nll
         total += factor * jnp.sum(weights * mixed)
@@ -162,8 +191,12 @@ def loss(run: DraftRun, models: Models, batch: Batch, key: jax.Array | None) -> 
         metrics[f"divergence_{depth + 1}"] = Metric.of(
             jnp.sum(weights * divergence), jnp.sum(weights)
         )
+        if not depth:
+            metrics["coverage"] = Metric.of(jnp.sum(weights * is_drafted), jnp.sum(weights))
     output = predictions[0].output
     updates = {f"{MTP}/{path}": value for path, value in output.updates.items()}
+    counts = jnp.zeros(index.shape, jnp.float32)
+    updates[f"{MTP}/token_counts"] = counts.at[batch["targets"]].add(batch["weights"])
     return Loss.of(output, total, count, **metrics)._replace(updates=updates)
 
 
@@ -179,29 +212,29 @@ def find_answers(weights: Float[Array, "b s"], length: int) -> Int[Array, "b n"]
     return jnp.argsort(shift_left(weights) == 0, axis=1, stable=True)[:, :count]
 
 
-def take_positions(values: Array, places: Int[Array, "b n"]) -> jax.Array:
-    """Return values [b, s, ...] at positions of each row."""
-    return jnp.take_along_axis(values, places[:, :, None] if values.ndim == 3 else places, axis=1)
-
-
 def count_accepted(run: DraftRun, models: Models, batch: Batch) -> dict[str, jax.Array]:
     """Return `accepted` int32 [n, s]: how many drafts after token i + 1 equal the answer, one after
     the other, if the model has computed token i."""
-    learner, states = models.learner, batch["states"]
-    head, targets = get_draft_head(run, learner), shift_left(batch["targets"])
-    leading = jnp.ones(targets.shape, bool)
-    accepted = jnp.zeros(targets.shape, jnp.int32)
-    embeds, depths = embed_next_tokens(learner, batch), run.arguments.num_speculative_tokens
-    for depth, prediction in enumerate(predict_depths(learner, batch, embeds, states, depths)):
-        is_equal = (find_best(prediction.hidden, head) == targets) & (prediction.weights > 0)
-        # This depth of the draft after token i + 1 is at position i + depth.
-        leading &= jnp.pad(is_equal[:, depth:], ((0, 0), (0, depth)))
-        accepted += leading
-    return {"accepted": accepted}
+    learner, options = models.learner, run.arguments
+    (head, tokens, _), labels = DraftHead.create(run, learner), shift_left(batch["targets"])
+    places = find_answers(batch["weights"], options.max_completion_length)
+    embeds = embed_next_tokens(learner, batch)
+    predictions = predict_chains(
+        *(learner, batch, embeds, batch["states"], places, options.num_speculative_tokens)
+    )
+    leading = jnp.ones(places.shape, bool)
+    counts = jnp.zeros(places.shape, jnp.int32)
+    for prediction in predictions:
+        targets = take_positions(labels, prediction.at)
+        drafts = tokens[find_best(prediction.hidden, head)]
+        leading &= (drafts == targets) & (prediction.weights > 0)
+        counts += leading
+    rows = jnp.arange(len(places))[:, None]
+    return {"accepted": jnp.zeros(labels.shape, jnp.int32).at[rows, places].set(counts)}
 
 
 def find_best(hidden: Float[Array, "b s d"], head: Head) -> Int[Array, "b s"]:
-    """Return the most probable token of each position."""
+    """Return the row of the most probable token of each position."""
 
     def find(carry: None, chunk: jax.Array) -> tuple[None, jax.Array]:
         return carry, jnp.argmax(head(chunk), axis=-1)

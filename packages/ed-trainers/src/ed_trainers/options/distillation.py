@@ -193,8 +193,8 @@ class DraftArguments(OnlineArguments):
     """Weight of the divergence of the model's distribution from the layer's; the rest is the weight
     of the cross-entropy of the model's tokens."""
     draft_vocab_size: Count | None = None
-    """Number of tokens, from token 0, that the layer predicts; None: all. Give the engine the same
-    number."""
+    """Number of tokens that the layer predicts, the most frequent ones of the answers so far; None:
+    all. The saved model contains the counts. Give the engine the same number."""
 
     @property
     def trains_mtp(self) -> bool:
