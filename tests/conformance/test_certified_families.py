@@ -56,6 +56,8 @@ def test_sound_model_of_a_family_fails_no_check(
     ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
     # Some tokenizers of transformers add a token, so the model has further embeddings.
     given = first.cases.rows[row]
+    # A row omits a token with which transformers cannot load its model.
+    ids = {name: number for name, number in ids.items() if given.get(name, number) is not None}
     sizes = {name: VOCAB + 8 for name in ("vocab_size", *given) if name.startswith("vocab_size")}
     fields = {**given, **sizes, **ids}
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}

@@ -428,6 +428,10 @@ from ed_models.families.hunyuan_v1_dense import HunYuanDenseV1Config as HunYuanD
 from ed_models.families.hunyuan_v1_dense import HunYuanDenseV1DecoderLayer as HunYuanDenseV1DecoderLayer
 from ed_models.families.hunyuan_v1_dense import HunYuanDenseV1ForCausalLM as HunYuanDenseV1ForCausalLM
 from ed_models.families.hunyuan_v1_dense import HunYuanDenseV1Model as HunYuanDenseV1Model
+from ed_models.families.hunyuan_v1_moe import HunYuanMoEV1Config as HunYuanMoEV1Config
+from ed_models.families.hunyuan_v1_moe import HunYuanMoEV1DecoderLayer as HunYuanMoEV1DecoderLayer
+from ed_models.families.hunyuan_v1_moe import HunYuanMoEV1ForCausalLM as HunYuanMoEV1ForCausalLM
+from ed_models.families.hunyuan_v1_moe import HunYuanMoEV1Model as HunYuanMoEV1Model
 from ed_layers import HybridCache as HybridCache
 from ed_models.families.hyperclovax import HyperCLOVAXConfig as HyperCLOVAXConfig
 from ed_models.families.hyperclovax import HyperCLOVAXDecoderLayer as HyperCLOVAXDecoderLayer
@@ -1004,6 +1008,10 @@ from ed_models.families.xlm_roberta import XLMRobertaModel as XLMRobertaModel
 from ed_trainers.options.online import XPOArguments as XPOArguments
 from ed_trainers.options.online import XPOArguments as _XPOConfig
 from ed_trainers.methods.xpo import XPOTrainer as XPOTrainer
+from ed_models.families.youtu import YoutuConfig as YoutuConfig
+from ed_models.families.youtu import YoutuDecoderLayer as YoutuDecoderLayer
+from ed_models.families.youtu import YoutuForCausalLM as YoutuForCausalLM
+from ed_models.families.youtu import YoutuModel as YoutuModel
 from ed_layers import apply_rotary as apply_rotary
 from ed_trainers import arguments_class as arguments_class
 from ed_layers import attend as attend
@@ -1255,6 +1263,8 @@ HeliumForEmbedding = _ForEmbedding
 HeliumForSequenceClassification = _ForSequenceClassification
 HunYuanDenseV1ForEmbedding = _ForEmbedding
 HunYuanDenseV1ForSequenceClassification = _ForSequenceClassification
+HunYuanMoEV1ForEmbedding = _ForEmbedding
+HunYuanMoEV1ForSequenceClassification = _ForSequenceClassification
 HyperCLOVAXForEmbedding = _ForEmbedding
 HyperCLOVAXForSequenceClassification = _ForSequenceClassification
 IQuestCoderForEmbedding = _ForEmbedding
@@ -1442,6 +1452,8 @@ XLMRobertaForQuestionAnswering = _ForQuestionAnswering
 XLMRobertaForSequenceClassification = _ForSequenceClassification
 XLMRobertaForTokenClassification = _ForTokenClassification
 XPOConfig = _XPOConfig
+YoutuForEmbedding = _ForEmbedding
+YoutuForSequenceClassification = _ForSequenceClassification
 auto_pytree = _auto_pytree
 build_dataset = _build_dataset
 ePath = _ePath
