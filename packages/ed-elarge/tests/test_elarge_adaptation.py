@@ -181,7 +181,7 @@ def test_keys_and_values_in_eight_bits(folder: Path) -> None:
         ({"lora": {"rank": 0}}, "lora.rank", "greater than or equal to 1"),
         ({"lora": {"targets": ["qproj"]}}, "lora.targets", "qproj"),
         ({"lora": {"rnk": 4}}, "lora.rnk", "did you mean 'rank'"),
-        ({"lora": {"name_or_path": "TEXTS"}}, "lora.name_or_path", "no adapter_config.json"),
+        ({"lora": {"name_or_path": "EMPTY"}}, "lora.name_or_path", "no adapter_config.json"),
         ({"lora": {"init_lora_weights": "eva"}}, "lora.init_lora_weights", "needs rows of data"),
         ({"lora": {"loftq_config": {}}}, "lora", "set init_lora_weights to loftq"),
         (
@@ -200,9 +200,9 @@ def test_keys_and_values_in_eight_bits(folder: Path) -> None:
 )
 @pytest.mark.daily("changes3*", "changes2*")
 def test_invalid_adaptation_settings_raise_input_error(
-    folder: Path, changes: dict[str, Any], where: str, words: str
+    folder: Path, tmp_path: Path, changes: dict[str, Any], where: str, words: str
 ) -> None:
-    changes = json.loads(json.dumps(changes).replace("TEXTS", str(folder)))
+    changes = json.loads(json.dumps(changes).replace("EMPTY", str(tmp_path)))
     with pytest.raises(InputError) as error:
         run(adapted(folder, "no", **changes))
     assert where in str(error.value)

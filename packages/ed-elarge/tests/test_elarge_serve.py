@@ -15,6 +15,7 @@ from ed_elarge.building.serving import list_served_models
 from ed_elarge.command.main import app
 from ed_elarge.config.action_options import ServeOptions
 from ed_elarge.config.reference import read_meanings
+from ed_elarge.errors import InputError
 from ed_elarge.evaluation import harness
 from ed_elarge.evaluation.harness import add_plain_names
 from ed_esurge.server.options import ServerOptions
@@ -230,3 +231,16 @@ def test_results_have_the_names_of_metrics_without_their_filter() -> None:
         "a": {"acc": 0.5, "acc_stderr": 0.1},
         "b": {"exact_match": 0.4},
     }
+
+
+def test_model_without_a_tokenizer_is_named_by_its_own_key(
+    quickstart_model: Path, tmp_path: Path
+) -> None:
+    ignored = shutil.ignore_patterns("token*", "special*", "vocab*", "merges*", "chat_template*")
+    folder = shutil.copytree(quickstart_model, tmp_path / "model", ignore=ignored)
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps({"model": {"name_or_path": str(folder)}}))
+    with pytest.raises(InputError) as raised:
+        eLargeModel.from_yaml(file).build_tokenizer()
+    assert "model.name_or_path" in str(raised.value)
+    assert "model.tokenizer" not in str(raised.value)

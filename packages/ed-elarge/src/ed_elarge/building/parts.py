@@ -70,7 +70,7 @@ def build_tokenizer(elm: eLargeModel) -> PreTrainedTokenizerBase | None:
 
     run = elm.config
     section = _model_section(run).tokenizer_section
-    with run.blame("model", "tokenizer"):
+    with run.blame("model", _model_section(run).tokenizer_key):
         if not run.has_text:
             return None
         if run.has_processor and not has_new_images(run):
@@ -109,7 +109,7 @@ def processor(elm: eLargeModel) -> ProcessorMixin | BaseImageProcessor | AudioTe
     run = elm.config
     section = _model_section(run).tokenizer_section
     template = section.chat_template
-    with run.blame("model", "tokenizer"):
+    with run.blame("model", _model_section(run).tokenizer_key):
         if run.has_audio and section.train is not None:
             return media.train_processor(run, section.train)
         if has_new_images(run):

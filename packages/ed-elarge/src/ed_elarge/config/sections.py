@@ -212,6 +212,11 @@ class ModelSection(Options):
             return self.tokenizer
         return TokenizerSection(name_or_path=self.tokenizer)
 
+    @property
+    def tokenizer_key(self) -> str:
+        """The key of this section that names the source of the tokenizer."""
+        return "name_or_path" if self.tokenizer is None else "tokenizer"
+
 
 class OtherModelSection(Options):
     """A frozen model that the method reads; it is loaded on the mesh of the trained model."""

@@ -85,8 +85,13 @@ def _describe_data(feed: Feed, sequences: int) -> str:
     statistics = getattr(feed.dataset, "stats", None)
     known = statistics if isinstance(statistics, Mapping) else {}
     steps, length = feed.count_steps(1), getattr(feed.dataset, "seq_length", None)
-    rows = known.get("rows") or (None if steps is None else steps * sequences)
-    parts = [f"{rows:,} rows in an epoch"] if isinstance(rows, int) else ["rows of a stream"]
+    rows, size = known.get("rows"), getattr(feed.dataset, "batch_size", sequences)
+    if isinstance(rows, int):
+        parts = [f"{rows:,} {'row' if rows == 1 else 'rows'} in an epoch"]
+    elif steps is None:
+        parts = ["rows of a stream"]
+    else:  # the last batch of an epoch may be smaller
+        parts = [f"at most {steps * size:,} rows in an epoch"]
     if isinstance(tokens := known.get("tokens"), int):
         parts.append(f"{format_count(tokens)} tokens")
     if isinstance(length, int):
