@@ -25,8 +25,8 @@ Proposals = dict[str, tuple[int, list[int]]]
 
 #: Average share of accepted proposals below which a request receives none for some tokens. On a
 #: CPU, a step with one, three proposed tokens of an MTP layer takes 1.24, 1.58 of the processor
-#: time of a plain step (SmolLM2-135M, one sequence), so a smaller share does not pay.
-LEAST_ACCEPTANCE = 0.2
+#: time of a plain step (SmolLM2-135M, one sequence). A few rejections are no reason for a pause.
+LEAST_ACCEPTANCE = 0.15
 #: Steps over which the usual acceptance of all requests is averaged.
 USUAL_STEPS = 32
 #: Number of tokens of the first and of the longest pause. Each pause is twice as long as the last.
@@ -50,7 +50,7 @@ class DraftLength:
 
     def __init__(self, most: int, usual: float = 0.5) -> None:
         self._most, self._length = most, most if usual > 1.5 * LEAST_ACCEPTANCE else 1
-        self._acceptance = max(usual, LEAST_ACCEPTANCE)
+        self._acceptance = 0.5 if self._length == most else LEAST_ACCEPTANCE
         self._pause, self._resume = FIRST_PAUSE, 0
 
     def get(self, num_tokens: int) -> int:
@@ -63,7 +63,7 @@ class DraftLength:
         Returns:
             whether a pause begins.
         """
-        self._acceptance += (accepted / proposed - self._acceptance) / 4
+        self._acceptance += (accepted / proposed - self._acceptance) / 8
         if accepted == proposed:
             self._length = min(max(self._length, proposed) + 1, self._most)
         else:
