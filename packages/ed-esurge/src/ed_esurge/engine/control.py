@@ -251,8 +251,9 @@ def _get_model_with_values(loop: Loop) -> Any:
     """Return the model with its arrays, which PEFT's adapters of PiSSA and OLoRA depend on; without
     arrays if other processes have parts of them, or if the weights are absent."""
     model, weights = loop.runner.model, loop.runner.weights
-    is_here = isinstance(weights, ServedWeights) and weights.there and not over_processes(model)
-    return weights.merge_leaves(weights.leaves) if is_here else model
+    if isinstance(weights, ServedWeights) and weights.there and not over_processes(model):
+        return weights.merge_leaves(weights.leaves)
+    return model
 
 
 def check_level(level: int) -> int:

@@ -26,7 +26,7 @@ from ed_infra.errors import ConfigError
 from ed_infra.specs import FORMAT_OF_BITS, LoftQConfig, LoraSpec
 from ed_layers.lora.layers import AdaptedLayer, LoRALinear
 from ed_layers.quantization.encoding import encode
-from ed_layers.quantization.model import QuantParam
+from ed_layers.quantization.model import QuantParam, get_matrix
 from ed_layers.quantization.qarray import QArray
 from jax.core import Tracer
 from jax.typing import DTypeLike
@@ -53,6 +53,8 @@ def start_over_codes(layers: Iterable[tuple[tuple[Any, ...], AdaptedLayer]]) -> 
         ConfigError: the weights are quantized, or PEFT's blocks are no groups of their inputs.
     """
     for path, layer in layers:
+        if not isinstance(layer, LoRALinear):
+            continue
         factors = put_codes(path, layer)
         if factors is None:
             continue
@@ -65,7 +67,7 @@ def start_over_codes(layers: Iterable[tuple[tuple[Any, ...], AdaptedLayer]]) -> 
 
 
 def put_codes(
-    path: tuple[Any, ...], layer: AdaptedLayer
+    path: tuple[Any, ...], layer: LoRALinear
 ) -> tuple[Float[np.ndarray, "*layers i r"], Float[np.ndarray, "*layers r o"]] | None:
     """Replace the weights of a layer by LoftQ's codes, in place, and return A and B.
 
@@ -75,10 +77,10 @@ def put_codes(
         ConfigError: see `start_over_codes`.
     """
     config = layer.spec.loftq_config
-    if config is None or not isinstance(layer, LoRALinear):
+    if config is None:
         return None
     kernel, axes = get_plain_kernel(path, layer), layer.kernel.get_metadata().get("axes")
-    inputs = kernel.shape[-2]
+    name, inputs = get_matrix(layer)[0], kernel.shape[-2]
     if config.loftq_bits == 4 and inputs % NF4_BLOCK:
         raise ConfigError(
             f"{'.'.join(map(str, path))} has {inputs} inputs, and the blocks of {NF4_BLOCK} of "
@@ -86,7 +88,7 @@ def put_codes(
             "the targets, or set loftq_config: {loftq_bits: 8}"
         )
     if isinstance(kernel, Tracer):
-        layer.kernel = QuantParam(_encode(kernel, config, kernel.dtype), axes=axes)
+        setattr(layer, name, QuantParam(_encode(kernel, config, kernel.dtype), axes=axes))
         return None
     matrices = kernel if kernel.ndim == 3 else [kernel]
     fits = [fit_codes(on_host(matrix), layer.spec) for matrix in matrices]
@@ -94,7 +96,7 @@ def put_codes(
         codes, a, b = jax.tree.map(lambda *leaves: jnp.stack(leaves), *fits)
     else:
         codes, a, b = fits[0]
-    layer.kernel = QuantParam(replace(codes, dtype=np.dtype(kernel.dtype)), axes=axes)
+    setattr(layer, name, QuantParam(replace(codes, dtype=np.dtype(kernel.dtype)), axes=axes))
     return np.asarray(a), np.asarray(b)
 
 

@@ -48,7 +48,7 @@ def read_single_experts(
     wrong: list[str] = []
     for module, parts in modules.items():
         tensors = [f"{name}.weight" for name in (module, text_name(module) or module)]
-        pieces = next((weights.by_hf[name] for name in tensors if name in weights.by_hf), ())
+        pieces = next((weights.by_hf[name] for name in tensors if name in weights.by_hf), [])
         expert = _get_expert(pieces)
         if expert is None:
             other_modules[module] = parts

@@ -65,7 +65,8 @@ def with_slots(model: M, slots: int, rank: int, targets: Sequence[str] | None = 
         assert isinstance(layer, Linear), "only linear layers and experts have slots"
         return LoRASlots(layer, slots, rank)
 
-    dtype = next((x.dtype for _, x in nnx.iter_modules(model) if isinstance(x, Experts)), None)
+    experts = (x for _, x in nnx.iter_modules(model) if isinstance(x, Experts))
+    dtype = next((x.dtype for x in experts if x.dtype is not None), jnp.float32)
     rules += [(target, places) for target in targets or (ALL_LINEAR,)]
     kinds = (Linear, ExpertLinear) if targets else (Linear,)
     return transform(model, Rules(rules, kind="target of served adapters"), of=kinds)

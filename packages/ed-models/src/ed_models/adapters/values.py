@@ -12,6 +12,7 @@ from typing import TypeVar
 import numpy as np
 from ed_infra import parameter_names
 from ed_infra.specs import LoraSpec
+from ed_layers.lora.layers import LoRALinear
 from ed_layers.quantization.model import get_matrix
 from flax import nnx
 
@@ -103,7 +104,7 @@ def put_adapter(model: M, adapter: Adapter) -> M:
         by_spec.setdefault(layer.spec, []).append(name.rpartition(".")[0])
     adapted = attach_adapters(model, by_spec) if by_spec else model
     for path, layer in lora_layers(adapted):
-        if layer.spec.quantizes_weights and isinstance(get_matrix(layer)[1], nnx.Param):
+        if isinstance(layer, LoRALinear) and isinstance(layer.kernel, nnx.Param):
             put_codes(path, layer)
         path = parameter_names.normalize_parameter_name(path)
         names = [f"{name}.{get_matrix(layer)[0]}" for name in parameter_names.canonical(path)]

@@ -128,7 +128,8 @@ class ConditionalLM(CausalLM):
         names = *modality.call_names, *modality.convertible
         arrays = {name: inputs.pop(name, None) for name in names}
         arrays = {name: array for name, array in arrays.items() if array is not None}
-        if features is None and self._is_processor_form(arrays):
+        has_videos = modality.video_token is not None and modality.convertible[0] in arrays
+        if features is None and (has_videos or _is_processor_form(arrays)):
             arrays = self._batch_media(input_ids, arrays)
         has_media = features is None and not arrays.keys().isdisjoint(modality.main_names)
         # Side of the blocks of patches of images whose tokens have axes.
@@ -168,16 +169,6 @@ class ConditionalLM(CausalLM):
             )
         return jnp.isin(jnp.asarray(input_ids), np.asarray(self.placeholder_tokens))
 
-    def _is_processor_form(self, arrays: Mapping[str, Array]) -> bool:
-        """Return whether arrays are those of a processor: pixels are [i, c, h, w] or [p, f], tiles
-        have image_sizes [i, 2], or there are videos."""
-        pixels, sizes = arrays.get("pixel_values"), arrays.get(SIZES)
-        if self.modality.video_token is not None and self.modality.convertible[0] in arrays:
-            return True
-        return pixels is not None and (
-            pixels.ndim in (2, 4) or (sizes is not None and sizes.ndim == 2)
-        )
-
     def _assign_features(
         self, placeholders: Bool[Array, "b s"], arrays: dict[str, jax.Array]
     ) -> Features:
@@ -187,6 +178,12 @@ class ConditionalLM(CausalLM):
             return Features.at(arrays[encoded[0]], placeholders)
         embeddings = self.encode(Inputs(arrays).select(self.modality.names)).embeddings
         return Features.at(embeddings, placeholders)
+
+
+def _is_processor_form(arrays: Mapping[str, Array]) -> bool:
+    """Return whether pixels are [i, c, h, w], [p, f], or tiles whose image_sizes are [i, 2]."""
+    pixels, sizes = arrays.get("pixel_values"), arrays.get(SIZES)
+    return pixels is not None and (pixels.ndim in (2, 4) or (sizes is not None and sizes.ndim == 2))
 
 
 def _get_segment_ids(input_ids: Int[Array, "b s"], inputs: Mapping[str, Any]) -> Int[Array, "b s"]:
