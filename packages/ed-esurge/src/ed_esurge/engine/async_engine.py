@@ -36,11 +36,10 @@ from ed_esurge.core.commands import (
 )
 from ed_esurge.engine.control import check_level, loading
 from ed_esurge.engine.facts import EngineFacts, EngineWithFacts
-from ed_esurge.engine.followers import Follower, OutputItem, hand_over, refuse
 from ed_esurge.engine.intake import CheckedPrompt, PromptInput, RequestOptions, RequestParams
 from ed_esurge.engine.surge import eSurge
 from ed_esurge.grammars.store import Grammar
-from ed_esurge.outputs import RequestOutput
+from ed_esurge.outputs import Follower, OutputItem, RequestOutput, hand_over, refuse
 from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
 from ed_esurge.tokenizer import Tokenizer
 

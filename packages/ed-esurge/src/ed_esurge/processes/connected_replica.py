@@ -14,9 +14,8 @@ from ed_esurge.config import EngineConfig
 from ed_esurge.core.adapters import LoadedAdapter
 from ed_esurge.core.prefix_cache import prompt_keys
 from ed_esurge.engine.connection import Connection
-from ed_esurge.engine.followers import Follower
 from ed_esurge.engine.intake import CheckedPrompt, RequestOptions
-from ed_esurge.outputs import STEP_SIZES, RequestOutput
+from ed_esurge.outputs import STEP_SIZES, Follower, RequestOutput
 from ed_esurge.processes.answer_check import AnswerCheck, is_count, is_text, require
 from ed_esurge.processes.message_writer import MessageWriter
 from ed_esurge.sampling import PoolingParams, SamplingParams

@@ -17,8 +17,7 @@ from ed_infra.logging import get_logger
 
 from ed_esurge.core.router import ReplicaRouter
 from ed_esurge.engine.connection import Connection
-from ed_esurge.engine.followers import Follower, OutputItem, hand_over
-from ed_esurge.outputs import RequestMetrics, RequestOutput
+from ed_esurge.outputs import Follower, OutputItem, RequestMetrics, RequestOutput, hand_over
 from ed_esurge.processes.answer_check import is_text, require
 from ed_esurge.processes.connected_replica import ConnectedReplica, SentRequest
 from ed_esurge.processes.messages import MAX_MESSAGES, decode_error

@@ -20,7 +20,6 @@ from ed_esurge.core.adapters import LoadedAdapter
 from ed_esurge.core.commands import EncoderInput
 from ed_esurge.engine.connection import Connection, ConnectionLost
 from ed_esurge.engine.facts import EngineFacts, EngineWithFacts
-from ed_esurge.engine.followers import Follower
 from ed_esurge.engine.intake import (
     CheckedPrompt,
     RequestOptions,
@@ -29,7 +28,7 @@ from ed_esurge.engine.intake import (
     get_seeds,
 )
 from ed_esurge.grammars.store import Grammar, Grammars
-from ed_esurge.outputs import RequestOutput
+from ed_esurge.outputs import Follower, RequestOutput
 from ed_esurge.processes.answer_check import require
 from ed_esurge.processes.connected_replica import SentRequest
 from ed_esurge.processes.messages import decode_facts
