@@ -173,5 +173,12 @@ def test_every_message_of_a_conversation_ignores_unknown_keys():
         *("ApprovalRequestItem", "ApprovalItem"),
         *("DocumentBlock", "PlainTextSource", "BlocksSource", "StoredFileSource", "SearchResult"),
         *("CompactionBlock", "SkippedBlock", "FileInput", "SkippedItem"),
-        *("ClientCallItem", "ClientResultItem", "HostedTool", "ServerTool"),
+        *(
+            "ClientCallItem",
+            "ClientResultItem",
+            "HostedTool",
+            "ServerTool",
+            "VideoPart",
+            "VideoURL",
+        ),
     }

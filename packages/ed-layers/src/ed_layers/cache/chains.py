@@ -74,7 +74,10 @@ class ChainCache:
             position; None before `start_chains`.
         links: number of computed links of the chains.
         value_dim: numbers of a value, if the keys contain the values.
+        trains: whether calls with the cache are parts of a training step, as with no other cache.
     """
+
+    trains: ClassVar[bool] = True
 
     keys: dict[int, tuple[jax.Array, ...]] = field(default_factory=dict)
     values: dict[int, tuple[jax.Array | None, ...]] = field(default_factory=dict)

@@ -19,7 +19,6 @@ from ed_infra.rope import frequencies as rope
 from ed_infra.rope.frequencies import RopeSettings
 from ed_infra.rope.rotation import get_section_axes, select_axis
 from ed_infra.sharding.placement import constrain
-from ed_layers.cache.chains import ChainCache
 from ed_layers.cache.protocol import ContiguousCache
 from ed_layers.context import ALL_LAYERS, Ctx, Mode, Rope
 from ed_layers.dropout import select_dropout_key
@@ -79,7 +78,7 @@ def layer_context(
     if ragged is not None:
         mode, counted = "decode", ragged.positions()
     elif cache is not None:
-        if not isinstance(cache, ChainCache):  # part of a training step
+        if not getattr(cache, "trains", False):
             mode = "decode" if s == 1 else "prefill"
             segments = (segments != 0).astype(jnp.int32)
         cache, mask_info, counted = cast(ContiguousCache, cache).begin(segments)
