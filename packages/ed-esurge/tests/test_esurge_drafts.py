@@ -335,12 +335,15 @@ def test_number_of_proposals_follows_their_acceptance() -> None:
     assert set(pauses[5:]) <= {256}
 
 
-def test_requests_after_useless_proposals_begin_with_one() -> None:
-    class Wrong(Guesser):
-        def __init__(self) -> None:
-            super().__init__(4, 1.0, 0)
-            self._adapts = True
+class Wrong(Guesser):
+    """Proposes only wrong tokens, and adapts their number."""
 
+    def __init__(self) -> None:
+        super().__init__(4, 1.0, 0)
+        self._adapts = True
+
+
+def test_requests_after_useless_proposals_begin_with_one() -> None:
     proposer = Wrong()
     engine = DraftEngine(proposer, longest=96)
     counts: list[int] = []
@@ -354,11 +357,6 @@ def test_requests_after_useless_proposals_begin_with_one() -> None:
 
 
 def test_useless_proposals_are_switched_off_for_their_request() -> None:
-    class Wrong(Guesser):
-        def __init__(self) -> None:
-            super().__init__(4, 1.0, 0)
-            self._adapts = True
-
     proposer = Wrong()
     engine = DraftEngine(proposer, longest=96)
     engine.add(draw(9), 80, end=None)

@@ -119,8 +119,10 @@ class Proposer:
         """Return the maximum number of proposals of a request in the next step."""
         if not self._adapts:
             return self.most
-        length = self._lengths.get(request.request_id) or DraftLength(self.most, self._usual)
-        return length.get(request.num_tokens)
+        return self._find_length(request).get(request.num_tokens)
+
+    def _find_length(self, request: Request) -> DraftLength:
+        return self._lengths.get(request.request_id) or DraftLength(self.most, self._usual)
 
     def observe(self, plan: StepPlan, requests: Mapping[str, Request]) -> None:
         """Process a finished step.
@@ -149,8 +151,7 @@ class Proposer:
     def count(self, request: Request, proposed: int, accepted: int) -> None:
         """Process the result of the proposals for one sequence in a step."""
         if self._adapts:
-            new = DraftLength(self.most, self._usual)
-            length = self._lengths.setdefault(request.request_id, new)
+            length = self._lengths[request.request_id] = self._find_length(request)
             self._usual += (accepted / proposed - self._usual) / USUAL_STEPS
             self.num_pauses += length.update(proposed, accepted, request.num_tokens)
         self.num_drafts += 1
