@@ -122,19 +122,10 @@ def _put_nested(conversion: Conversion, key: str, value: object) -> None:
     for name, item in value.items() if isinstance(value, Mapping) else ():
         if item is None:
             continue
-        rule = (REINFORCEMENT_RULES if key == "trl" else ENGINE_RULES).get(str(name))
+        rule = _NESTED_RULES[key].get(str(name))
         if rule is None:
             conversion.changes[f"{key}.{name}"] = "unknown here"
         else:
-            rule.convert(conversion, f"{key}.{name}", item)
-
-
-def _put_peft(conversion: Conversion, key: str, value: object) -> None:
-    for name, item in value.items() if isinstance(value, Mapping) else ():
-        rule = PEFT_RULES.get(str(name))
-        if rule is None:
-            conversion.changes[f"{key}.{name}"] = "unknown here"
-        elif item is not None:
             rule.convert(conversion, f"{key}.{name}", item)
 
 
@@ -194,6 +185,8 @@ ENGINE_RULES: dict[str, KeyRule] = {
     },
 }
 #: Key of an Axolotl file -> its rule.
+#: Key with a mapping -> the rules of its keys.
+_NESTED_RULES = {"trl": REINFORCEMENT_RULES, "vllm": ENGINE_RULES, "peft": PEFT_RULES}
 AXOLOTL_RULES: dict[str, KeyRule] = {
     **{key: rule for key, rule in TRAINING_RULES.items() if not key.startswith("per_device")},
     **ADAPTER_RULES,
@@ -379,7 +372,7 @@ AXOLOTL_RULES: dict[str, KeyRule] = {
     "type_of_model": omit("the model type selects the class"),
     "lora_rank_pattern": lose("no counterpart: adapters of a run have one rank"),
     "lora_alpha_pattern": lose("no counterpart: adapters of a run have one alpha"),
-    "peft": KeyRule("the keys of `peft`", _put_peft),
+    "peft": KeyRule("the keys of `peft`", _put_nested),
     "peft_layers_pattern": lose("lora.targets, patterns over the names of layers"),
     "peft_layer_replication": lose(_NO_COUNTERPART),
     "peft_trainable_token_indices": lose("lora.modules_to_save: [embed_tokens]"),

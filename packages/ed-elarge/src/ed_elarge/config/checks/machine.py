@@ -12,7 +12,7 @@ import math
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -161,17 +161,7 @@ def environment(run: RunConfig) -> Iterator[Problem]:
     of_trainer = getattr(run.trainer, "environment", None) is not None
     path = ("trainer" if of_trainer else "asynchronous", "environment")
     name, settings = split_entry(run.environment)
-    if ":" in name:
-        spec = user_code.find_reward_module(name, (run.folder,))
-        missing = user_code.why_not_found(name, (run.folder,))
-        messages = [missing] if spec is None else _without_attribute(spec, name)
-        yield from (Problem(path, message) for message in messages)
-        return
-    try:
-        check_environment_name(name)
-    except ConfigError as error:
-        yield Problem(path, str(error))
-        return
+    yield from _check_code_name(run, path, name, check_environment_name)
     if name in ADAPTERS:
         for setting, message in find_environment_faults(
             name, environment_class(name, ()), settings
@@ -226,17 +216,7 @@ def reward_functions(run: RunConfig) -> Iterator[Problem]:
         entries.append((("trainer", "judge"), trainer.judge))
     for path, entry in entries:
         name, settings = (entry, {}) if isinstance(entry, str) else next(iter(entry.items()))
-        if ":" in name:
-            spec = user_code.find_reward_module(name, (run.folder,))
-            missing = user_code.why_not_found(name, (run.folder,))
-            messages = [missing] if spec is None else _without_attribute(spec, name)
-            yield from (Problem(path, message) for message in messages)
-            continue
-        try:
-            check_name(name)
-        except ConfigError as error:
-            yield Problem(path, str(error))
-            continue
+        yield from _check_code_name(run, path, name, check_name)
         if name in RULES:
             for setting, message in wrong_settings(name, RULES[name], settings):
                 yield Problem((*path, name, *([setting] if setting else [])), message)
@@ -444,6 +424,27 @@ def _not_importable(address: str) -> Iterator[str]:
         yield f"no such file: {module}" if is_file else f"there is no module {module!r}"
     else:
         yield from _without_attribute(spec, address)
+
+
+def _check_code_name(
+    run: RunConfig, path: ValuePath, name: str, check_name: Callable[[str], None]
+) -> Iterator[Problem]:
+    """Yield why there is no code `path/file.py:NAME` or `module:NAME`, or no registered name.
+
+    Args:
+        path: place of the name, which starts at the sections.
+        check_name: raises ConfigError for a name that is not registered.
+    """
+    if ":" in name:
+        spec = user_code.find_reward_module(name, (run.folder,))
+        missing = user_code.why_not_found(name, (run.folder,))
+        messages = [missing] if spec is None else _without_attribute(spec, name)
+        yield from (Problem(path, message) for message in messages)
+        return
+    try:
+        check_name(name)
+    except ConfigError as error:
+        yield Problem(path, str(error))
 
 
 def _without_attribute(spec: ModuleSpec, address: str) -> Iterator[str]:
